@@ -1,5 +1,8 @@
 """The executor of a device on the CPU: tokens, log probabilities and failures of the executor of the host."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,9 @@ import pytest
 import torch
 
 from ramify import LLM, SamplingParams, StructuredOutput
+from ramify.engine.execution import device_executor, runner
 from ramify.engine.execution.device_executor import DeviceExecutor
-from ramify.engine.execution.device_sampler import sample_rows
+from ramify.engine.execution.device_sampler import SampledRows, sample_rows
 from ramify.engine.execution.kernel_sampler import sample_by_kernels
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.step import SampleSpec
@@ -83,6 +87,56 @@ def test_answers_are_those_of_the_host(checkpoint: Path) -> None:
 
     assert llm.engine.core.pipeline.num_ahead > 10
     assert_idle(llm)
+
+
+def test_a_step_computes_and_samples_on_its_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events, graphs and Triton's launches go to the current device of the thread, whatever their tensors."""
+    entered = list[torch.device]()
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    def sample(*args: Any, **options: Any) -> SampledRows:
+        assert entered
+        return sample_rows(*args, **options)
+
+    llm = on_device(engine(checkpoint))
+    model = llm.engine.runner.model
+    for name in ("forward", "logits", "embeddings"):
+        compute = getattr(model, name)
+        monkeypatch.setattr(model, name, lambda *args, f=compute: [f(*args), entered[0]][0])
+    monkeypatch.setattr(device_executor, "sample_rows", sample)
+    for module in (device_executor, runner):
+        monkeypatch.setattr(module, "current", current)
+
+    outputs = llm.generate([STEM, STEM[:9]], SamplingParams(max_tokens=3, prompt_logprobs=1))
+    llm.embed([STEM])
+
+    assert all(output.error is None for output in outputs)
+
+
+def test_a_step_does_not_wait_for_the_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that torch copies to a device makes the host wait for all that was queued there before."""
+    llm = on_device(engine(checkpoint))
+
+    def wait(make: Callable[..., torch.Tensor], data: Any, **options: Any) -> torch.Tensor:
+        assert options.get("device") is None or isinstance(data, torch.Tensor), data
+        return make(data, **options)
+
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, partial(wait, getattr(torch, name)))
+
+    outputs = llm.generate([STEM[: 15 + 2 * index] for index in range(len(PARAMS))], PARAMS)
+
+    assert all(output.error is None for output in outputs)
+    assert llm.engine.core.pipeline.num_ahead > 5
 
 
 @pytest.mark.parametrize("by_rejection", [False, True])

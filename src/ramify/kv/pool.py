@@ -201,7 +201,12 @@ class KVPool:
             raise ConfigError(
                 f"pages {min(page_ids)} to {max(page_ids)} are not all in 0..{self.padding_page}"
             )
-        return torch.as_tensor(page_ids, dtype=torch.int64, device=self.device)
+        index = torch.tensor(page_ids, dtype=torch.int64)
+        if (
+            self.device.type == "cuda"
+        ):  # pageable memory would be copied when the device comes to it
+            index = index.pin_memory()
+        return index.to(self.device, non_blocking=True)
 
     def _check_slots(self, slots: Tensor) -> None:
         if slots.dtype != torch.int64 or slots.dim() != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,11 @@ class DeviceChoice:
         if self.device.type == "cpu":
             return free_memory()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the thread's current one, to which events, graphs and Triton's launches go."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def choose_device(name: str) -> DeviceChoice:

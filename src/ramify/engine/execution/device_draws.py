@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ramify.engine.execution.host_copies import to_device
 
 # Philox4x64-10 (Salmon et al. 2011), with the constants of NumPy's generator.
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -123,11 +126,11 @@ def _multiply_high(words: Tensor, high: Tensor, low: Tensor) -> Tensor:
 
 
 def _halves(words: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    high, low = [[word >> 32] for word in words], [[word & _LOW] for word in words]
-    return torch.tensor(high, device=device), torch.tensor(low, device=device)
+    halves = np.array([[word >> 32, word & _LOW] for word in words], np.int64)
+    high, low = to_device(halves.T[:, :, None], device)
+    return high, low
 
 
 def _column(words: tuple[int, ...], device: torch.device) -> Tensor:
     """Unsigned 64-bit words as int64 [len(words), 1]."""
-    signed = [[word - (1 << 64) if word >> 63 else word] for word in words]
-    return torch.tensor(signed, device=device)
+    return to_device(np.array(words, np.uint64).view(np.int64)[:, None], device)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ramify.engine.execution.device import current
 from ramify.engine.execution.device_sampler import (
     SampledRows,
     collect_samples,
@@ -101,7 +102,8 @@ class DeviceExecutor:
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, before: _LaunchedStep | None) -> _LaunchedStep:
         try:
-            return self._queue(plan, before)
+            with current(self.runner.pool.device):
+                return self._queue(plan, before)
         except Exception as error:
             raise _as_step_error(error, plan) from error
 
@@ -154,7 +156,7 @@ class DeviceExecutor:
         for begin in range(0, len(spec.targets), SCORED_ROWS):
             targets, first = spec.targets[begin : begin + SCORED_ROWS], spec.first_row + begin
             logits = self.runner.logits(hidden, range(first, first + len(targets)))
-            tokens = torch.tensor(targets, device=logits.device)
+            tokens = to_device(np.array(targets, np.int64), logits.device)
             chunks.append(_scores_to_host(log_probabilities(logits, tokens, spec.num_logprobs)))
         return chunks
 

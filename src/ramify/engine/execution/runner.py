@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ramify.attention.paged import PagedAttention, PagedBackend
+from ramify.engine.execution.device import current
+from ramify.engine.execution.host_copies import to_device
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
 from ramify.models.decoders.decoder import CausalDecoder
@@ -63,6 +65,10 @@ class ModelRunner:
         Unless `plan.all_rows`, rows outside `output_rows` may be those before the last layer. Such a
         row is not finite if its hidden state, or its K/V of the last layer, is not.
         """
+        with current(self.pool.device):
+            return self._forward(plan, late_ids)
+
+    def _forward(self, plan: StepPlan, late_ids: Tensor | None) -> Tensor:
         batch = plan.batch
         # Copies, because torch warns of read-only arrays.
         token_ids, positions = plan.token_ids.copy(), batch.positions.astype(np.int64)
@@ -96,15 +102,17 @@ class ModelRunner:
         """Logits [len(rows), vocab_size] float32 of these rows of `hidden`, the result of `forward`."""
         if len(rows) != len(hidden) or [*rows] != [*range(len(hidden))]:
             hidden = hidden[self._indices(rows)]
-        return self.model.logits(hidden)
+        with current(self.pool.device):
+            return self.model.logits(hidden)
 
     @torch.inference_mode()
     def embeddings(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Final norm of these rows of `hidden`: [len(rows), hidden_size] float32."""
-        return self.model.embeddings(hidden[self._indices(rows)])
+        with current(self.pool.device):
+            return self.model.embeddings(hidden[self._indices(rows)])
 
     def _indices(self, rows: Sequence[int]) -> Tensor:
-        return torch.as_tensor([*rows], dtype=torch.int64, device=self.pool.device)
+        return to_device(np.array([*rows], np.int64), self.pool.device)
 
     @torch.inference_mode()
     def nonfinite_rows(self, hidden: Tensor) -> list[int]:
