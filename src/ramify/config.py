@@ -89,8 +89,8 @@ class ModelSection:
     # never run where it counts
     decode_graphs: bool = option(
         False,
-        "Capture decode steps as CUDA graphs, one for each bucket of batch sizes; needs `device=cuda`. Has not run "
-        "on a GPU yet.",
+        "Capture decode steps as CUDA graphs, one for each bucket of batch sizes; needs `device=cuda`, one "
+        "rank, and a model without experts. Has not run on a GPU yet.",
     )
     ops: str = option(
         "auto",

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ramify.attention.backend import backend_class
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.cli import app
-from ramify.engine.execution.device import check_computable, choose_device
+from ramify.engine.execution.device import check_computable, check_graphs, choose_device
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.llm import LLM
 from ramify.engine.step import SampleSpec, StepPlan
@@ -135,6 +135,24 @@ def test_what_needs_a_cpu_is_refused_elsewhere(name: str, words: str) -> None:
 
     with pytest.raises(ConfigError, match=words):
         check_computable(OTHER, **{**none, name: True})
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "has_experts", "words"),
+    [
+        ("cpu", 1, False, "this engine computes on cpu"),
+        ("cuda", 2, False, "with tensor_parallel_size=2"),
+        ("cuda", 1, True, "the experts of this model are chosen by the router"),
+    ],
+)
+def test_graphs_are_refused_where_a_step_cannot_be_captured(
+    device: str, num_ranks: int, has_experts: bool, words: str
+) -> None:
+    """On a CPU, over ranks, and with experts, whose choice the host reads in each step."""
+    check_graphs(torch.device("cuda"), num_ranks=1, has_experts=False)
+
+    with pytest.raises(ConfigError, match=rf"{words}.*leave decode_graphs out"):
+        check_graphs(torch.device(device), num_ranks=num_ranks, has_experts=has_experts)
 
 
 def test_quantised_weights_are_refused_elsewhere() -> None:

@@ -17,7 +17,12 @@ from ramify.engine.core import CLOSE_LIMIT_S, EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.execution.content_digest import checkpoint_files
 from ramify.engine.execution.decode_sources import BackendSource, DecodeSource, TorchSource
-from ramify.engine.execution.device import DeviceChoice, check_computable, choose_device
+from ramify.engine.execution.device import (
+    DeviceChoice,
+    check_computable,
+    check_graphs,
+    choose_device,
+)
 from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.identity import identity_of
 from ramify.engine.execution.local_executor import LocalExecutor
@@ -92,11 +97,8 @@ class LocalEngine:
             device, exact=exact, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used
         )
         num_ranks = requested.ranks.tensor_parallel_size
-        if requested.model.decode_graphs and (device.type != "cuda" or num_ranks > 1):
-            raise ConfigError(
-                f"decode_graphs=True captures the CUDA graphs of one device, and this engine computes on "
-                f"{device} with tensor_parallel_size={num_ranks}; leave decode_graphs out"
-            )
+        if requested.model.decode_graphs:
+            check_graphs(device, num_ranks=num_ranks, has_experts=config.moe is not None)
         check_ranks(requested, config, device)
         rank_model = rank_config(config, num_ranks)
         dtype = resolve_dtype(requested.model.dtype, config)

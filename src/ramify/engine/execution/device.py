@@ -73,6 +73,24 @@ def _cuda_found() -> str:
     return f"torch {torch.__version__} is built with CUDA {torch.version.cuda} and finds {devices}"
 
 
+def check_graphs(device: torch.device, *, num_ranks: int, has_experts: bool) -> None:
+    """Refuse `decode_graphs` where a step cannot be captured.
+
+    Raises:
+        ConfigError: the device is no CUDA device, ranks share the model, or it has experts.
+    """
+    if device.type != "cuda" or num_ranks > 1:
+        raise ConfigError(
+            f"decode_graphs=True captures the CUDA graphs of one device, and this engine computes on "
+            f"{device} with tensor_parallel_size={num_ranks}; leave decode_graphs out"
+        )
+    if has_experts:
+        raise ConfigError(
+            "decode_graphs=True captures steps that are the same whatever their tokens, and the experts of "
+            "this model are chosen by the router in each step; leave decode_graphs out"
+        )
+
+
 def check_computable(device: torch.device, *, exact: bool, is_mla: bool, has_tiers: bool) -> None:
     """Refuse what needs a CPU.
 
