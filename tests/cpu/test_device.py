@@ -16,7 +16,12 @@ from typer.testing import CliRunner
 from ramify.attention.backend import backend_class
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.cli import app
-from ramify.engine.execution.device import check_computable, check_graphs, choose_device
+from ramify.engine.execution.device import (
+    check_computable,
+    check_exact,
+    check_graphs,
+    choose_device,
+)
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.llm import LLM
 from ramify.engine.step import SampleSpec, StepPlan
@@ -122,19 +127,34 @@ def test_other_names_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("exact", "exact=True is proven for the CPU only"),
         ("is_mla", r"latent attention \(MLA\) plans its steps for a CPU"),
         ("has_tiers", "cache tiers copy pages of a pool in host memory"),
     ],
 )
 def test_what_needs_a_cpu_is_refused_elsewhere(name: str, words: str) -> None:
-    """Exact arithmetic, latent attention and tiers are refused on another device, and nothing on the CPU."""
-    none = {"exact": False, "is_mla": False, "has_tiers": False}
+    """Latent attention and tiers are refused on another device, and nothing on the CPU."""
+    none = {"is_mla": False, "has_tiers": False}
     check_computable(torch.device("cpu"), **dict.fromkeys(none, True))
     check_computable(OTHER, **none)
 
     with pytest.raises(ConfigError, match=words):
         check_computable(OTHER, **{**none, name: True})
+
+
+def test_exact_needs_two_options_of_a_gpu() -> None:
+    """Operations and attention are both Triton's, or the error names both options; a CPU has no limit."""
+    gpu = torch.device("cuda:1")
+    check_exact(gpu, ops="triton", attention="triton")
+    check_exact(torch.device("cpu"), ops="torch", attention="sdpa")
+
+    for ops, attention in (("torch", "triton"), ("triton", "sdpa")):
+        with pytest.raises(ConfigError) as caught:
+            check_exact(gpu, ops=ops, attention=attention)
+
+        assert str(caught.value).startswith(
+            "exact=True on cuda:1 needs ops='triton' and attention_backend='triton', and this engine has "
+            f"ops={ops!r} and attention_backend={attention!r}; name both, or use exact=False"
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from ramify.kv.pool import KVPool
 from ramify.models.decoders.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
+from ramify.models.ops import torch_ops
 from ramify.models.ops.protocol import ForwardStep
-from ramify.models.ops.triton_ops import FusedAdditions
+from ramify.models.ops.triton_ops import FusedAdditions, GatedActivation, RmsNorm, TritonOps
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
 
@@ -125,3 +126,34 @@ def test_logits_are_those_of_torch_and_the_same_in_any_chunks(
     assert float((whole - expected).abs().max()) < tolerance * float(expected.abs().max())
     report = {entry.operation: entry.strategy for entry in model.exactness()}
     assert report["linear"] == report["rms_norm"] == report["silu_mul"] == "triton"
+
+
+@pytest.mark.parametrize("is_variant", [False, True])
+def test_kernels_are_probed_on_a_device(
+    is_variant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel whose rows depend on their number is called row by row, or torch's takes its place."""
+    from ramify.kernels.triton.gemm import BatchInvariantGemm
+
+    path = write_tiny_checkpoint(tmp_path, "qwen2", tokenizer=False, num_hidden_layers=1)
+    monkeypatch.setattr(TritonOps, "probes_kernels", True)
+    monkeypatch.setattr(TritonOps, "probe_counts", (1, 7))
+    monkeypatch.setattr(torch_ops, "sample_rows", lambda *shape, dtype: torch.randn(16, *shape))
+    if is_variant:
+        for kernel in (BatchInvariantGemm, RmsNorm, GatedActivation):
+            compute = kernel.__call__
+            monkeypatch.setattr(
+                kernel,
+                "__call__",
+                lambda self, x, f=compute: f(self, x) * (1 + 2**-20 * len(x)),
+            )
+
+    model = loaded(path, "triton")
+
+    report = {entry.operation: (entry.strategy, entry.reason) for entry in model.exactness()}
+    passed = "triton", "rows agree at every count tried"
+    for operation in ("linear", "linear with bias", "rms_norm", "silu_mul"):
+        assert (report[operation] == passed) != is_variant, report
+    assert isinstance(model.layers, FusedAdditions) != is_variant
+    whole = logits_in_steps(model, [5], torch.float32)
+    assert torch.equal(logits_in_steps(model, [2, 3], torch.float32), whole)

@@ -12,6 +12,26 @@ STEM = [60 + i % 7 for i in range(40)]
 PROMPTS = [[*STEM, 70 + i, 71] for i in range(4)] + [[5, 6, 7]]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_answers_have_the_same_bits_from_the_cache(dtype: str, tmp_path: Path) -> None:
+    """Triton's operations and attention pass their probes; log probabilities are equal alone, in a batch, and warm."""
+    pytest.importorskip("triton", reason="a CUDA build of torch brings triton")
+    path = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3")
+    params = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0)
+    options = {"ops": "triton", "attention_backend": "triton", "dtype": dtype}
+    llm = LLM(path, kv_cache_tokens=2048, device="cuda", exact=True, **options)  # type: ignore[arg-type]
+
+    cold = llm.generate(PROMPTS, params)
+    warm = llm.generate(PROMPTS, params)
+
+    assert warm[0].cache.read_tokens
+    alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS]
+    for outputs in (warm, alone):
+        for output, other in zip(outputs, cold, strict=True):
+            assert output.token_ids == other.token_ids
+            assert output.completions[0].logprobs == other.completions[0].logprobs
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     ("ops", "backend"), [("auto", "auto"), ("auto", "sdpa"), ("triton", "auto")]

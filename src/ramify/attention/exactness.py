@@ -205,9 +205,13 @@ class ProbeStore:
     file atomically, so that several processes can share it.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """Read the verdicts of `path`; None keeps verdicts in memory only."""
-        self._path = path
+    def __init__(self, path: Path | None, device: str = "") -> None:
+        """Read the verdicts of `path`; None keeps verdicts in memory only.
+
+        Args:
+            device: part of every key; empty for the CPU.
+        """
+        self._path, self._device = path, device
         self._verdicts = self._read()
 
     @classmethod
@@ -215,6 +219,15 @@ class ProbeStore:
         """The user's store: `exactness.json` in `cache_folder`."""
         folder = cache_folder()
         return cls(None if folder is None else folder / "exactness.json")
+
+    def on(self, device: torch.device) -> ProbeStore:
+        """The verdicts of operations on a device, apart from those of the CPU and of other devices."""
+        if device.type == "cpu":
+            return self
+        name = device.type
+        if name == "cuda":
+            name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        return ProbeStore(self._path, f" | {name}")
 
     def verdict(
         self,
@@ -231,7 +244,7 @@ class ProbeStore:
             probe: returns (strategy, reason).
             strategies: the usable strategies in order of preference; part of the key.
         """
-        key = f"{machine_key()} | {operation} {'x'.join(map(str, shape))} {dtype_name(dtype)}"
+        key = f"{machine_key()}{self._device} | {operation} {'x'.join(map(str, shape))} {dtype_name(dtype)}"
         key += f" of {' '.join(strategies)}"
         stored = self._verdicts.get(key)
         if stored is not None and stored.strategy in strategies:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
+from ramify.attention.device_probe import batch_variant_requests
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.attention.spec import AttentionSpec
@@ -20,8 +21,10 @@ from ramify.engine.execution.decode_sources import BackendSource, DecodeSource, 
 from ramify.engine.execution.device import (
     DeviceChoice,
     check_computable,
+    check_exact,
     check_graphs,
     choose_device,
+    current,
 )
 from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.identity import identity_of
@@ -93,9 +96,7 @@ class LocalEngine:
         config, exact = self.model_config, requested.attention.exact
         self.device_choice: DeviceChoice = choose_device(requested.model.device)
         device = self.device_choice.device
-        check_computable(
-            device, exact=exact, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used
-        )
+        check_computable(device, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used)
         num_ranks = requested.ranks.tensor_parallel_size
         if requested.model.decode_graphs:
             check_graphs(device, num_ranks=num_ranks, has_experts=config.moe is not None)
@@ -132,6 +133,8 @@ class LocalEngine:
             device,
             last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
+        if exact:
+            self._check_exact()
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
         self.ranks: Ranks | None = None
         if num_ranks > 1:
@@ -148,7 +151,7 @@ class LocalEngine:
                 layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype, device=device
             )
             self.attention: PagedBackend = build_attention(
-                rank_model, self.attention_spec, self.backend_choice.backend
+                rank_model, self.attention_spec, self.backend_choice.backend, device
             )
             self.runner = (
                 ModelRunner(self.decoder, pool, self.attention)
@@ -325,6 +328,20 @@ class LocalEngine:
         self.weights_epoch += 1
         return namespace
 
+    def _check_exact(self) -> None:
+        """Refuse `exact=True` on a device that cannot have it, or where attention does not pass its probe."""
+        device, choice = self.device_choice.device, self.backend_choice
+        check_exact(device, ops=self.ops_choice.name, attention=choice.name)
+        if device.type == "cpu":
+            return
+        with current(device):
+            differing = batch_variant_requests(choice.backend, self.attention_spec, device)
+        if differing:
+            raise ConfigError(
+                f"exact=True: on {self.device_choice.name} attention has other bits alone than in a batch "
+                f"(requests {differing} of the probe); use exact=False (--no-exact), or device='cpu'"
+            )
+
     def _decode_graphs(self) -> DecodeGraphs:
         """Graphs over the plans of Triton's kernels, or over attention in torch operations."""
         spec, pool, num_rows = self.attention_spec, self.runner.pool, self.config.max_num_seqs
@@ -342,21 +359,22 @@ class LocalEngine:
 
     def _load_model(self, path: Path, *, progress: bool) -> CausalDecoder:
         requested = self.config.requested
-        return load_decoder(
-            path,
-            dtype=requested.model.dtype,
-            exact=requested.attention.exact,
-            ops=(
-                self.ops_choice.factory
-                if self.ranks is None
-                else self.ranks.operations(self.ops_choice.factory, self.model_config)
-            ),
-            quantize=requested.model.quantize,
-            activations=requested.model.activations,
-            progress=progress,
-            max_model_len=self.config.max_model_len,
-            device=self.device_choice.device,
-        )
+        with current(self.device_choice.device):  # to which kernels are launched by probes
+            return load_decoder(
+                path,
+                dtype=requested.model.dtype,
+                exact=requested.attention.exact,
+                ops=(
+                    self.ops_choice.factory
+                    if self.ranks is None
+                    else self.ranks.operations(self.ops_choice.factory, self.model_config)
+                ),
+                quantize=requested.model.quantize,
+                activations=requested.model.activations,
+                progress=progress,
+                max_model_len=self.config.max_model_len,
+                device=self.device_choice.device,
+            )
 
     def _namespace(self, path: Path, decoder: CausalDecoder, epoch: int) -> bytes:
         """The cache namespace of the K/V that the weights in `path` compute.

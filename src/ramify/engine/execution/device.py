@@ -73,6 +73,23 @@ def _cuda_found() -> str:
     return f"torch {torch.__version__} is built with CUDA {torch.version.cuda} and finds {devices}"
 
 
+def check_exact(device: torch.device, *, ops: str, attention: str) -> None:
+    """Refuse `exact=True` on a device where operations or attention are not batch-invariant.
+
+    Args:
+        ops, attention: names of the implementations.
+
+    Raises:
+        ConfigError: the device is no CPU, and one of them is not that of Triton's kernels.
+    """
+    if device.type != "cpu" and (ops, attention) != ("triton", "triton"):
+        raise ConfigError(
+            f"exact=True on {device} needs ops='triton' and attention_backend='triton', and this engine "
+            f"has ops={ops!r} and attention_backend={attention!r}; name both, or use exact=False "
+            "(--no-exact), with which a cache hit may change roundings, or device='cpu'"
+        )
+
+
 def check_graphs(device: torch.device, *, num_ranks: int, has_experts: bool) -> None:
     """Refuse `decode_graphs` where a step cannot be captured.
 
@@ -91,7 +108,7 @@ def check_graphs(device: torch.device, *, num_ranks: int, has_experts: bool) -> 
         )
 
 
-def check_computable(device: torch.device, *, exact: bool, is_mla: bool, has_tiers: bool) -> None:
+def check_computable(device: torch.device, *, is_mla: bool, has_tiers: bool) -> None:
     """Refuse what needs a CPU.
 
     Args:
@@ -102,11 +119,6 @@ def check_computable(device: torch.device, *, exact: bool, is_mla: bool, has_tie
     """
     if device.type == "cpu":
         return
-    if exact:
-        raise ConfigError(
-            f"exact=True is proven for the CPU only, and this engine computes on {device}; use "
-            "exact=False (--no-exact), with which a cache hit may change roundings, or device='cpu'"
-        )
     if is_mla:
         raise ConfigError(
             f"latent attention (MLA) plans its steps for a CPU, and this engine computes on {device}; "

@@ -95,7 +95,7 @@ class TorchOps:
         self.dtype, self.exact = dtype, exact
         self._weights, self._max_len, self._device = weights, max_len, device
         self._strategy = linear_strategy
-        self._store = ProbeStore.default() if store is None else store
+        self._store = (ProbeStore.default() if store is None else store).on(device)
         self._verdicts: dict[tuple[str, tuple[int, ...], str], Exactness] = {}
         self._tables: dict[tuple[RopeConfig, int], RotaryTable] = {}
         self._gathered: list[RotaryTable] = []  # those of `ForwardStep.angles`

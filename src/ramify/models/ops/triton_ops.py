@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ramify.attention.exactness import BATCHED, Exactness, dtype_name
+from ramify.attention.exactness import (
+    BATCHED,
+    PROBE_ROW_COUNTS,
+    Exactness,
+    dtype_name,
+    row_by_row,
+)
 from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.kernels.triton.launch import reason_no_triton
 from ramify.kv.pool import KVPool
@@ -19,6 +25,7 @@ from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ramify.models.configs.rope import RopeConfig
 from ramify.models.ops.functional import GATED_ACTIVATIONS
 from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.probe import probe_row_op
 from ramify.models.ops.protocol import (
     Activation,
     Attended,
@@ -52,6 +59,13 @@ class TritonOps(TorchOps):
     arguments these are.
     """
 
+    probe_counts: Sequence[int] = PROBE_ROW_COUNTS
+
+    @property
+    def probes_kernels(self) -> bool:
+        """Whether `exact` has its kernels probed."""
+        return self._device.type != "cpu"
+
     @classmethod
     def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
         """CUDA with Triton, or CPU with Triton's interpreter."""
@@ -77,11 +91,14 @@ class TritonOps(TorchOps):
             )
         from ramify.kernels.triton.gemm import BatchInvariantGemm
 
-        gemm = BatchInvariantGemm(weight, bias)
+        gemm: RowOp = BatchInvariantGemm(weight, bias)
         operation = "linear" if bias is None else "linear with bias"
         shape = (weight.shape[0], weight.shape[1])
+        # A bias would hide the sums that cancel.
+        probed = gemm if bias is None else BatchInvariantGemm(weight)
         reason = "tiles and splits of one shape"
-        self._record(Exactness(operation, shape, dtype_name(weight.dtype), "triton", reason))
+        if not self._is_invariant(operation, probed, shape, shape[1], reason, weight.dtype):
+            gemm = row_by_row(gemm)
         return self._compose(norm, gemm, activation, len(weight), dtype or self.dtype)
 
     def norm(self, norm: Norm) -> RowOp:
@@ -91,8 +108,10 @@ class TritonOps(TorchOps):
         weight = self.weight(f"{norm.name}.weight")
         if norm.kind != "rms" or len(weight) > MAX_WIDTH:
             return super().norm(norm)
-        self._record_kernel("rms_norm", (len(weight),))
-        return RmsNorm(weight, norm.eps, norm.offset)
+        of_rows = RmsNorm(weight, norm.eps, norm.offset)
+        if not self._record_kernel("rms_norm", of_rows, (len(weight),), len(weight)):
+            return super().norm(norm)
+        return of_rows
 
     def attention(
         self,
@@ -147,13 +166,43 @@ class TritonOps(TorchOps):
             return TritonLinear(row_norm, matrix, None)
         if activation not in GATED_ACTIVATIONS:
             return super()._compose(norm, matrix, activation, width, dtype)
-        self._record_kernel(activation, (width // 2,))
-        return TritonLinear(row_norm, matrix, GatedActivation(activation))
+        gated = GatedActivation(activation)
+        if not self._record_kernel(activation, gated, (width // 2,), width):
+            return super()._compose(norm, matrix, activation, width, dtype)
+        return TritonLinear(row_norm, matrix, gated)
 
-    def _record_kernel(self, operation: str, shape: tuple[int, ...]) -> None:
-        reason = "a program a row" if self.exact else "exact=False"
-        strategy = "triton" if self.exact else BATCHED
-        self._record(Exactness(operation, shape, dtype_name(self.dtype), strategy, reason))
+    def _record_kernel(self, operation: str, op: RowOp, shape: tuple[int, ...], width: int) -> bool:
+        """Record a kernel that computes each row by itself; False: on this device it does not."""
+        if self.exact:
+            return self._is_invariant(operation, op, shape, width, "a program a row", self.dtype)
+        self._record(Exactness(operation, shape, dtype_name(self.dtype), BATCHED, "exact=False"))
+        return True
+
+    def _is_invariant(
+        self,
+        operation: str,
+        op: RowOp,
+        shape: tuple[int, ...],
+        width: int,
+        reason: str,
+        dtype: torch.dtype,
+    ) -> bool:
+        """Whether rows of a kernel have the same bits in every batch; the verdict is recorded.
+
+        A GPU is probed. What Triton's interpreter runs on a CPU is so by construction.
+
+        Args:
+            shape: for the report.
+            width: of the rows that `op` takes.
+        """
+        verdict = Exactness(operation, shape, dtype_name(dtype), "triton", reason)
+        if self.probes_kernels:
+            _, verdict = probe_row_op(
+                operation, op, shape, dtype, self._samples(width, dtype=dtype),
+                exact=True, store=self._store, counts=self.probe_counts, strategy="triton",
+            )  # fmt: skip
+        self._record(verdict)
+        return verdict.strategy == "triton"
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class RankSpec:
             device=device,
         )
         backend = select_backend(self.attention, spec, device).backend
-        return RankRunner(decoder, pool, build_attention(own, spec, backend), group)
+        return RankRunner(decoder, pool, build_attention(own, spec, backend, device), group)
 
 
 def sharded(inner: OpsFactory, config: ModelConfig, group: RankGroup) -> OpsFactory:
