@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import secrets
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,10 +22,11 @@ from ramify.cluster.local_child import ChildSpec, Report
 from ramify.cluster.tier_shares import tier_share
 from ramify.cluster.wire import address_of
 from ramify.errors import RamifyError
+from ramify.module_command import module_command
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "ramify.cluster.local_child")
+COMMAND = module_command("ramify.cluster.local_child")
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # between an end and the next start
 STEADY_S = 60.0  # a life of this length makes the next backoff the shortest
 STOP_S = 15.0  # after the signal, to end a replica without requests, whose tiers take 10 s at most

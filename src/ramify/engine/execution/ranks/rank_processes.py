@@ -7,7 +7,6 @@ import pickle
 import queue
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -26,6 +25,7 @@ from ramify.engine.execution.ranks.rank_watch import (
     kill,
 )
 from ramify.errors import RankLostError
+from ramify.module_command import module_command
 
 T = TypeVar("T")
 MODULE = "ramify.engine.execution.ranks.rank_process"
@@ -73,7 +73,7 @@ class RankProcesses:
     def _start(self, specs: Sequence[object]) -> None:
         for spec in specs:
             ours, theirs = Pipe()
-            command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
+            command = [*module_command(MODULE), str(theirs.fileno())]
             process = subprocess.Popen(  # noqa: S603 - our own module
                 command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
             )
