@@ -157,6 +157,17 @@ def test_log_probabilities_are_those_of_the_logits_as_they_came() -> None:
                 assert float(error.abs().max()) < 1e-5
 
 
+def test_a_temperature_beyond_float32_is_none_of_0_or_infinity() -> None:
+    """It draws among the likeliest, or among all, as the CPU does."""
+    logits = logits_of(1).expand(8, -1).contiguous()
+    logits[:, ::3] = 60.0
+    rows = [SampleRow(at, seed=3, temperature=t) for at in range(4) for t in (1e-300, 1e300)]
+
+    tokens = sample(logits, rows).tokens.tolist()
+
+    assert tokens == [expected_token(logits[0], row) for row in rows]
+
+
 # NumPy warns of inf - inf, and of the logarithm of 0.
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:divide by zero")
 def test_damaged_logits_and_dead_ends_are_reported() -> None:

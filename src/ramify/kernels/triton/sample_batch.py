@@ -16,6 +16,7 @@ from ramify.kernels.triton.sampling import sample_rows, top_logprobs
 
 BLOCK = 2048  # ids that a program reads at a time
 ENTRIES = 256  # biases or seen tokens likewise
+TEMPERATURES = 1e-30, 1e30  # beyond, draws are those at the limit
 NO_IDS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_VALUES: NDArray[np.float32] = np.zeros(0, np.float32)
 
@@ -95,7 +96,7 @@ class SampleBatch:
             upload(
                 np.array(
                     [
-                        (row.temperature, row.top_p, row.min_p, row.repetition, row.presence, row.frequency)
+                        (_float32(row.temperature), row.top_p, row.min_p, row.repetition, row.presence, row.frequency)
                         for row in rows
                     ],
                     np.float32,
@@ -149,6 +150,11 @@ class SampleBatch:
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         return SampledRows(tokens, statuses, logprobs, log_sums)
+
+
+def _float32(temperature: float) -> float:
+    """A temperature that float32 has: neither 0, which is greedy, nor infinite, if it is not."""
+    return min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1]) if temperature > 0.0 else 0.0
 
 
 def likeliest(

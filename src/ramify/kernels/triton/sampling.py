@@ -231,7 +231,7 @@ def sample_rows(
         logits: [rows, VOCAB] float32; not changed.
         edited: like logits, scratch of rows with biases or penalties.
         masks: [n, MASK_WORDS] int32, bit `id % 32` of word `id // 32` allows an id.
-        floats: [rows, 6] float32: temperature, top_p, min_p, repetition, presence, frequency.
+        floats: [rows, 6] float32: temperature (0, or from 1e-30 to 1e30), top_p, min_p, repetition, presence, frequency.
         ints: [rows, 3] int32: top_k (at least VOCAB: all), row of `masks` (-1: none), position.
         seeds: [rows] int64.
         bias_starts, seen_starts: [rows + 1] int32, ranges of the entries after them.
@@ -275,7 +275,7 @@ def sample_rows(
         status = tl.where((status == 0) & (is_left == 0), 2, status)
     token = likeliest
     if (temperature > 0.0) & (status == 0):
-        inverse = 1.0 / tl.minimum(tl.maximum(temperature, 1e-30), 1e30)
+        inverse = 1.0 / temperature
         cut_key = tl.full([], _INT32_MIN, tl.int32)
         cut_id = tl.full([], VOCAB, tl.int32)
         if top_k < VOCAB:
