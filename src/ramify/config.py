@@ -80,7 +80,7 @@ class ModelSection:
         None,
         "Longest request in tokens, prompt and output together. `None`: the model's own context.",
     )
-    # exact arithmetic is for CPUs
+    # exact arithmetic is tested on CPUs
     device: str = option(
         "auto",
         "Device that computes: `cpu`, `cuda`, `cuda:1`, or `auto`, which is the CPU. CUDA needs `exact=False`, "

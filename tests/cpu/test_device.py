@@ -192,7 +192,7 @@ def test_info_names_the_device_and_the_reason() -> None:
 
     device = json.loads(result.stdout)["device"]
     assert device["kind"] == "cpu"
-    assert device["chosen"].startswith("auto: exact arithmetic is for CPUs; torch ")
+    assert device["chosen"].startswith("auto: exact arithmetic is tested on CPUs; torch ")
 
 
 # -- a step on another device ----------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Decode steps by graphs, on the CPU by stand-ins: answers of the runner, nothing frozen that changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from ramify.engine.execution.decode_rows import DecodeRows
 from ramify.engine.execution.decode_sources import BackendSource, TorchSource
 from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.staged_upload import NUM_STAGES, StagedUpload
-from ramify.engine.execution.step_graphs import DecodeGraphs, row_bucket
+from ramify.engine.execution.step_graphs import CudaGraphs, DecodeGraphs, row_bucket
 from ramify.errors import ConfigError
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.budget import examples
@@ -259,6 +261,33 @@ def test_buckets_are_few_and_close() -> None:
     """1, 2, 4, multiples of 8, and multiples of what the model's rows are padded to."""
     assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 64)] == [1, 2, 4, 4, 8, 8, 16, 24, 64]
     assert [row_bucket(n, 8) for n in (1, 3, 9)] == [8, 8, 16]
+
+
+def test_graphs_of_a_device_are_captured_on_a_stream_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own stream is on the device of the first capture of the process, which may be another engine's."""
+    streams, captures = list[MagicMock](), list[dict[str, Any]]()
+
+    def new_stream(device: torch.device) -> MagicMock:
+        streams.append(MagicMock(device=device))
+        return streams[-1]
+
+    @contextmanager
+    def capture(_graph: Any, **options: Any) -> Iterator[None]:
+        captures.append(options)
+        yield
+
+    for name in ("current_stream", "stream", "CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    graphs = CudaGraphs(torch.device("cuda", 1))
+
+    for _ in range(2):
+        graphs.capture(tuple)
+
+    assert [stream.device.index for stream in streams] == [1]
+    assert [options["stream"] for options in captures] == streams * 2
+    assert {options["capture_error_mode"] for options in captures} == {"thread_local"}
 
 
 def test_graphs_need_cuda(tmp_path: Path) -> None:

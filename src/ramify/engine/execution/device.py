@@ -43,7 +43,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def choose_device(name: str) -> DeviceChoice:
     """The device of that name: `auto`, `cpu`, `cuda` or `cuda:N`.
 
-    `auto` is the CPU, which alone has compiled kernels and exact arithmetic.
+    `auto` is the CPU, on which all that is here is tested.
 
     Raises:
         ConfigError: there is no such device here, or no such name.
@@ -51,7 +51,7 @@ def choose_device(name: str) -> DeviceChoice:
     if name == "cpu":
         return DeviceChoice(CPU, "asked for")
     if name == "auto":
-        return DeviceChoice(CPU, f"auto: exact arithmetic is for CPUs; {_cuda_found()}")
+        return DeviceChoice(CPU, f"auto: exact arithmetic is tested on CPUs; {_cuda_found()}")
     number = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
     if number is None:
         raise ConfigError(f"device={name!r} does not exist; use auto, cpu, cuda or cuda:N")

@@ -51,16 +51,21 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        # One for all, or memory is not shared; torch's own is on the device of the process's first capture.
+        self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], Outputs]) -> CapturedStep:
         """See `GraphDevice.capture`; runs the function first, which loads its kernels."""
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Not "global": another engine of this process may allocate meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             outputs = run()
         return _CudaStep(graph, outputs)
 
