@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ramify.cache import Salt
 from ramify.cache import branches as module
 from ramify.cache.branches import SEES_ALL, read_branches
 from ramify.cache.key import CacheKey
@@ -20,6 +21,7 @@ from tests.pure.async_bench import AsyncBench
 from tests.pure.engine_bench import Bench
 from tests.pure.tier_bench import TierBench
 
+CHAIN = 60  # nodes
 STEM = list(range(1, 13))  # three pages of four tokens
 ONE = SamplingParams(max_tokens=1)
 
@@ -37,6 +39,52 @@ def cache_with(num_prompts: int) -> PrefixCache:
         key = CacheKey([1, 2, 3, 4, *number.to_bytes(4, "big")])
         cache.release(cache.publish(lease, key, private))
     return cache
+
+
+class CountedList(list[int]):
+    """A column of a tree that counts how often it is read."""
+
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+def deep_cache() -> tuple[PrefixCache, int, CountedList]:
+    """A chain of nodes of one page, with evicted leaves at its end; the id of the last one."""
+    cache = PrefixCache(2 * CHAIN, 4)
+    trunk = [7] * (4 * CHAIN)
+    prompts = [trunk]
+    prompts += [trunk + [number] * 4 for number in range(20, 20 + CHAIN)]
+    prompts += [trunk[: 4 * depth] + [8] * 4 for depth in range(1, CHAIN)]
+    for prompt in prompts:
+        key = CacheKey(prompt, salts=[Salt(2, b"salt")])
+        lease = cache.acquire(key)
+        private = cache.reserve(len(prompt) // 4 - len(lease.pages))
+        cache.release(cache.publish(lease, key, private))
+    tree = cache._store.tree
+    end = max(range(1, len(tree.parent)), key=lambda node: len([*tree.children(node)]))
+    parents = CountedList(tree.parent)
+    tree.parent = parents
+    return cache, end, parents
+
+
+def test_the_depth_of_a_node_is_no_factor_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Salts and hashes of a node's path are read once for all nodes below it, not for each."""
+    cache, end, parents = deep_cache()
+    for max_hashed in (1 << 16, 8 * 4):
+        monkeypatch.setattr(module, "MAX_HASHED_TOKENS", max_hashed)
+        parents.num_reads = 0
+
+        shown = read_branches(cache, end, max_nodes=100, max_levels=3, hashes_evicted=True)
+
+        assert len(shown.nodes) > CHAIN // 2
+        assert {node.salt for node in shown.nodes} == {b"salt"}
+        evicted = [node for node in shown.nodes if node.cached_tokens < node.num_tokens]
+        assert len(evicted) > CHAIN // 4
+        assert {bool(node.evicted_hash) for node in evicted} == {max_hashed > 8 * 4}
+        assert parents.num_reads < 8 * (CHAIN + len(shown.nodes))
 
 
 def test_a_node_comes_before_its_children_with_its_tokens_and_hits() -> None:
@@ -102,9 +150,28 @@ def test_a_tenant_sees_its_own_nodes_only() -> None:
     assert ann.num_nodes is None
     assert nobody == BranchView((), False, None)
     for node in everything.nodes:
-        if node.tenant == "bob":
+        if node.id not in {stem.id, own.id}:  # bob's, and what belongs to no tenant
             with pytest.raises(ConfigError, match="not in the cache"):
                 view(llm, below=node.id, tenant="ann")
+    with pytest.raises(ConfigError, match="not in the cache"):
+        view(llm, below=stem.id, tenant="eve")
+
+
+def test_the_order_of_shared_prefixes_does_not_depend_on_hits() -> None:
+    """Which public prefix others read most is not to be seen."""
+    llm = LLM.from_core(Bench().core)
+    llm.cache.share([WarmPrompt(STEM), WarmPrompt(STEM[::-1])])
+    for stem in (STEM, STEM[::-1]):
+        llm.generate([[*stem, 20, 21, 22, 23, 9]], ONE, tenant="ann")
+    before = [node.id for node in view(llm, tenant="ann").nodes]
+
+    llm.generate([[*STEM[::-1], 30, 31, 32, 33, 9]] * 3, ONE, tenant="bob")
+    llm.generate([[*STEM, 30, 31, 32, 33, 9]] * 9, ONE, tenant="bob")
+    after = [node.id for node in view(llm, tenant="ann").nodes]
+    llm.generate([[*STEM[::-1], 30, 31, 32, 33, 9]] * 20, ONE, tenant="bob")
+
+    assert before == after == [node.id for node in view(llm, tenant="ann").nodes]
+    assert len(before) == 4
 
 
 def test_evicted_tokens_name_the_tier_that_has_them() -> None:

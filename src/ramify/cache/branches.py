@@ -22,6 +22,7 @@ from ramify.errors import ConfigError
 MAX_VISITS: Final = 2048  # nodes and roots that a call looks at: 2 to 4 ms
 MAX_HASHED_TOKENS: Final = 1 << 16  # of a call: 2 ms
 PREVIEW_ATOMS: Final = 160
+UNCOUNTED: Final = 1 << 62  # before any number of hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def read_branches(
         hashes_evicted: set `evicted_hash`, of the first `MAX_HASHED_TOKENS` of the nodes.
 
     Raises:
-        ConfigError: no such node, or the reader may not see it.
+        ConfigError: no such node, or the reader may not see it: of a bare prefix, none of the nodes
+            that were looked at behind it is an own one.
     """
     hasher = _PageHasher(cache._tree) if hashes_evicted else None  # noqa: SLF001 - its own package
     return _Walk(cache, shows, max_nodes, max_levels, hasher).read(below)
@@ -109,7 +111,7 @@ class _PageHasher:
     def first_evicted(self, node: int) -> bytes:
         """The hash of the first evicted page of a node; empty without one, or without room."""
         tree = self._tree
-        if tree.resident[node] == tree.length[node]:
+        if self._room <= 0 or tree.resident[node] == tree.length[node]:
             return b""
         above = self._end(tree.parent[node])
         return above and self._chain(above, node, tree.resident[node] + 1)
@@ -118,7 +120,10 @@ class _PageHasher:
         """The hash of the last page of a node or root; empty without room."""
         tree, path = self._tree, []
         while node not in self._ends and tree.parent[node]:
-            path.append(node)
+            path.append(node)  # of a page at least
+            if len(path) * tree.page_size > self._room:
+                self._room = 0
+                return b""
             node = tree.parent[node]
         end = self._ends.get(node) or namespace_hash(tree.namespaces[node])
         for below in reversed(path):
@@ -156,6 +161,7 @@ class _Walk:
         self._num_visits = self._num_own = 0
         self._queue: list[tuple[int, int, int]] = []  # (-hits, node, level)
         self._taken: list[int] = []  # in the order of the queue
+        self._salts: dict[int, bytes | None] = {}  # node → the last salt on the path to its end
         self._bare: set[int] = set()  # prefixes that are shown if an own node follows
         self._cut: set[int] = set()  # nodes with children that were not taken; 0: roots
 
@@ -163,7 +169,7 @@ class _Walk:
         """The answer."""
         if below:
             if not self._is_live(below) or not self._admits(below):
-                raise ConfigError(f"node {below} is not in the cache; it was evicted, or never was")
+                raise self._missing(below)
             self._push(below, 1)
         else:
             self._push_roots()
@@ -172,10 +178,15 @@ class _Walk:
             self._taken.append(node)
             self._num_own += node not in self._bare
             self._push_children(node, level)
+        if below in self._bare and not self._num_own:
+            raise self._missing(below)
         for _, node, _ in self._queue:
             if node not in self._bare:
                 self._cut.add(self._above(node))
         return self._in_order(below)
+
+    def _missing(self, node: int) -> ConfigError:
+        return ConfigError(f"node {node} is not in the cache; it was evicted, or never was")
 
     def _above(self, node: int) -> int:
         """The parent of a node; 0 for a child of a root."""
@@ -186,9 +197,22 @@ class _Walk:
         tree = self._tree
         return 0 < node < len(tree.parent) and tree.parent[node] != 0
 
+    def _salt_of(self, node: int) -> bytes | None:
+        """The last salt on the path to a node's end. O(depth), or O(1) if its parent's is known."""
+        if node not in self._salts:
+            tree = self._tree
+            salts = [atom.salt for _, atom in tree.content.get(node, ()) if atom.salt is not None]
+            above = tree.parent[node]
+            if salts:
+                self._salts[node] = salts[-1]
+            elif above in self._salts:
+                self._salts[node] = self._salts[above]
+            else:
+                self._salts[node] = tree.salt_of(above)
+        return self._salts[node]
+
     def _owner(self, node: int) -> bytes:
-        tree = self._tree
-        salt = tree.salt_of(node)
+        tree, salt = self._tree, self._salt_of(node)
         return tree.namespaces[tree.root[node]] if salt is None else salt
 
     def _admits(self, node: int) -> bool:
@@ -196,7 +220,7 @@ class _Walk:
         if self._shows.is_own(self._owner(node)):
             return True
         tree = self._tree
-        if tree.salt_of(node) is None and self._shows.is_shared(tree.namespaces[tree.root[node]]):
+        if self._salt_of(node) is None and self._shows.is_shared(tree.namespaces[tree.root[node]]):
             self._bare.add(node)
             return True
         return False
@@ -229,7 +253,9 @@ class _Walk:
                 self._push(child, level + 1)
 
     def _push(self, node: int, level: int) -> None:
-        heapq.heappush(self._queue, (-self._tree.hits[node], node, level))
+        # Bare prefixes come first: among them, an order by hits would say what others read.
+        hits = UNCOUNTED if node in self._bare else self._tree.hits[node]
+        heapq.heappush(self._queue, (-hits, node, level))
 
     def _branch(self, node: int) -> Branch:
         tree, size = self._tree, self._tree.page_size
@@ -238,7 +264,7 @@ class _Walk:
             id=node,
             parent=self._above(node),
             namespace=tree.namespaces[tree.root[node]],
-            salt=tree.salt_of(node),
+            salt=self._salt_of(node),
             start_token=tree.start[node] * size,
             num_tokens=tree.length[node] * size,
             cached_tokens=tree.owned[node] * size,
