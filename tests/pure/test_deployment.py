@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from ramify.cli import app
 from ramify.cli.options import read_config_file
+from ramify.engine.core import CLOSE_LIMIT_S
 from ramify.server.http.wire import MAX_BODY_BYTES
 from ramify.server.operations.tier_metrics import tier_metrics
-from ramify.server.run import KEEP_ALIVE_S
+from ramify.server.run import CLOSE_S, KEEP_ALIVE_S, ServeOptions
 from tests.pure.cluster_bench import run
 from tests.pure.live_server import live
 from tests.pure.server_bench import TOOL_TEMPLATE, chat
@@ -26,6 +28,9 @@ yaml: Any = pytest.importorskip("yaml")
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+END_S = (
+    CLOSE_S + CLOSE_LIMIT_S
+)  # after the drain: connections are closed, pages written to the disk tier
 METRIC = re.compile(r"\bramify_\w+")
 SERVE: Any = typer.main.get_command(app)
 OPTIONS = {option for each in SERVE.commands["serve"].params for option in each.opts}
@@ -109,14 +114,60 @@ def test_flags_exist(name: str) -> None:
     ]
     flags = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", "\n".join(commands)))
     of_others = {
-        "Dockerfile": {"--no-install-recommends", "--uid", "--no-create-home", "--home-dir", "--from",
+        "Dockerfile": {"--no-install-recommends", "--uid", "--no-create-home", "--home-dir", "--from", "--stop-timeout",
                        "--interval", "--timeout", "--start-period", "--retries", "--index-url",
                        "--extra-index-url"},
-        "ramify.service": {"--now"},
-        "kubernetes.yaml": {"--tenant"},
+        "ramify.service": {"--now", "--tenant", "--admin"},
+        "kubernetes.yaml": {"--tenant", "--admin"},
     }[name]  # fmt: skip
 
     assert flags - of_others <= OPTIONS
+
+
+def options_of(
+    args: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> ServeOptions:
+    """What `ramify serve` makes of a command line and its environment."""
+    seen: list[ServeOptions] = []
+
+    def remember(options: ServeOptions) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr("ramify.server.run.serve", remember)
+    result = CliRunner().invoke(app, ["serve", *args], env=environment)
+    assert result.exit_code == 0, result.output
+    [options] = seen
+    return options
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "ramify.service", "kubernetes.yaml"])
+def test_the_keys_of_each_file_go_together(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its flags, and every variable that it names, the server starts with an operator or a tenant."""
+    keys = tmp_path / "keys.json"
+    for kind in (["--tenant", "ann"], ["--admin"]):
+        assert CliRunner().invoke(app, ["keys", str(keys), *kind]).exit_code == 0
+    text = read(name)
+    if name == "Dockerfile":
+        entry = re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+        assert entry
+        args = [*json.loads(entry[1])[2:], "smollm2"]
+    elif name == "ramify.service":
+        command = re.search(r"^ExecStart=\S+ serve (.*)$", text, re.MULTILINE)
+        assert command
+        args = command[1].replace("/etc/ramify/ramify.toml", str(DEPLOY / "ramify.toml")).split()
+    else:
+        *_, deployment = yaml.safe_load_all(text)
+        args = [*deployment["spec"]["template"]["spec"]["containers"][0]["args"], "--host=0.0.0.0"]
+    environment = dict.fromkeys(re.findall(r"RAMIFY_\w+", text), "secret")
+
+    args = [re.sub(r"[^=]*/keys\.json", str(keys), arg) for arg in args]
+
+    options = options_of(args, environment, monkeypatch)
+
+    assert options.keys() is not None
 
 
 def test_proxies_leave_limits_to_the_server() -> None:
@@ -141,7 +192,8 @@ def test_pods_end_after_their_drain() -> None:
     with live() as server:
         assert all(server.get(path).status_code == 200 for path in paths)
     assert paths == {"/livez", "/readyz"}
-    assert pod["terminationGracePeriodSeconds"] > drain + 5
+    pre_stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pre_stop + drain + END_S
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
     }
@@ -155,7 +207,7 @@ def test_the_unit_ends_after_its_drain() -> None:
 
     stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert stop
-    assert int(stop[1]) > values["drain_seconds"] + 5
+    assert int(stop[1]) > values["drain_seconds"] + END_S
     if shutil.which("systemd-analyze"):
         command = ["systemd-analyze", "verify", str(DEPLOY / "ramify.service")]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
