@@ -168,6 +168,26 @@ def test_what_runs_is_listed_while_it_runs() -> None:
     assert after["is_admin"]
     assert sum(bucket["requests"] for bucket in after["history"]["buckets"]) == 1
     assert sum(bucket["output"] for bucket in after["history"]["buckets"]) == 9
+    assert max(bucket["running"] for bucket in after["history"]["buckets"]) == 1
+
+
+def test_what_a_tenant_has_live_is_counted_apart_from_all() -> None:
+    """The charts of a tenant show its own requests, and a long answer in every bucket that somebody reads."""
+    service = ServerBench().service
+    lamp = service.live.arrive("ann", num_prompt=9, max_tokens=1)
+    service.live.arrive("bob", num_prompt=9, max_tokens=1)
+    for tenant in ("ann", None, "eve"):
+        service.observe_live(tenant)
+
+    def peaks(tenant: str | None) -> list[tuple[int, int]]:
+        buckets = service.activity.as_json(tenant)["buckets"]
+        return [(bucket["running"], bucket["waiting"]) for bucket in buckets]
+
+    assert (peaks("ann"), peaks(None), peaks("eve")) == ([(0, 1)], [(0, 2)], [])
+    service.live.withdraw(lamp)
+    service.live.withdraw(lamp)
+    assert service.live.as_json("ann", 9) == {"running": 0, "waiting": 0, "requests": []}
+    assert service.live.as_json(None, 9)["waiting"] == 1
 
 
 def test_branches_refuse_what_is_no_number() -> None:

@@ -1,6 +1,6 @@
 """`Activity`: what a server did in the last ten minutes, in buckets of seconds, by tenant.
 
-Only what requests report when they begin and end is counted; nothing is measured while nobody asks.
+Requests are counted when they arrive, have their first token, and end, and when somebody asks.
 """
 
 from __future__ import annotations
@@ -73,10 +73,11 @@ class Activity:
         self._tenants: OrderedDict[str, deque[Bucket]] = OrderedDict()
         self._samples: deque[CacheSample] = deque(maxlen=NUM_BUCKETS)
 
-    def observe(self, *, num_running: int, num_waiting: int) -> None:
-        """A request has arrived, or has its first token; with it, so many answer and wait for theirs."""
-        # A tenant's own buckets have no queue: it is that of all.
-        bucket = self._bucket(self._all)
+    def observe(self, tenant: str | None, *, num_running: int, num_waiting: int) -> None:
+        """Now so many requests of a tenant, or, with None, of all, answer and wait for their first token."""
+        if not num_running and not num_waiting:
+            return
+        bucket = self._bucket(self._all if tenant is None else self._own(tenant))
         bucket.max_running = max(bucket.max_running, num_running)
         bucket.max_waiting = max(bucket.max_waiting, num_waiting)
 
@@ -137,13 +138,17 @@ class Activity:
 
     def _buckets(self, tenant: str) -> tuple[Bucket, Bucket]:
         """The present bucket of a tenant and that of all."""
+        return self._bucket(self._own(tenant)), self._bucket(self._all)
+
+    def _own(self, tenant: str) -> deque[Bucket]:
+        """The buckets of a tenant, which is now the most recently active one."""
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = deque(maxlen=NUM_BUCKETS)
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
-        return self._bucket(own), self._bucket(self._all)
+        return own
 
     def _bucket(self, buckets: deque[Bucket]) -> Bucket:
         number = self._number()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from ramify.server.generation import Generation
@@ -54,37 +55,50 @@ class LiveRequests:
         self._requests: dict[int, LiveRequest] = {}
         self._begun: dict[str, int] = {}  # id of a response → number of its request
         self._numbers = count()
-        self.num_running = 0  # those with a token
+        self._num_live = Counter[str | None]()  # by tenant; None: all
+        self._num_running = Counter[str | None]()  # those with a token
 
     def arrive(self, tenant: str, *, num_prompt: int, max_tokens: int | None) -> LiveRequest:
         """Count a request; `withdraw`, or `begin` and `end`, must follow."""
         number = next(self._numbers)
         request = LiveRequest(number, tenant, num_prompt, max_tokens, self._clock())
         self._requests[number] = request
+        self._count(self._num_live, tenant, 1)
         return request
 
     def withdraw(self, request: LiveRequest) -> None:
         """A request was refused, or its client left before its first token."""
-        self._requests.pop(request.number, None)
+        if self._requests.pop(request.number, None) is not None:
+            self._count(self._num_live, request.tenant, -1)
 
     def begin(self, request: LiveRequest, generation: Generation) -> float:
         """A request has its first token; returns the seconds since it arrived."""
         request.generation = generation
         self._begun[generation.id] = request.number
-        self.num_running += 1
+        self._count(self._num_running, request.tenant, 1)
         return self._clock() - request.arrival_s
 
     def end(self, generation: Generation) -> None:
         """A request that had begun has ended. Idempotent."""
         number = self._begun.pop(generation.id, None)
         if number is not None:
-            del self._requests[number]
-            self.num_running -= 1
+            tenant = self._requests.pop(number).tenant
+            self._count(self._num_live, tenant, -1)
+            self._count(self._num_running, tenant, -1)
 
-    @property
-    def num_waiting(self) -> int:
-        """Those without a token yet."""
-        return len(self._requests) - self.num_running
+    def _count(self, counts: Counter[str | None], tenant: str, by: int) -> None:
+        for each in (tenant, None):
+            counts[each] += by
+            if not counts[each]:
+                del counts[each]
+
+    def num_running(self, tenant: str | None) -> int:
+        """How many of a tenant, or, with None, of all, have a token."""
+        return self._num_running[tenant]
+
+    def num_waiting(self, tenant: str | None) -> int:
+        """How many have none yet."""
+        return self._num_live[tenant] - self._num_running[tenant]
 
     def of(self, tenant: str | None) -> Iterator[LiveRequest]:
         """Those of a tenant, or, with None, all; oldest first."""
@@ -94,10 +108,9 @@ class LiveRequests:
 
     def as_json(self, tenant: str | None, most: int) -> dict[str, Any]:
         """How many run and wait, and the oldest of them."""
-        requests, now_s = [*self.of(tenant)], self._clock()
-        num_running = sum(request.generation is not None for request in requests)
+        now_s = self._clock()
         return {
-            "running": num_running,
-            "waiting": len(requests) - num_running,
-            "requests": [request.as_json(now_s) for request in requests[:most]],
+            "running": self.num_running(tenant),
+            "waiting": self.num_waiting(tenant),
+            "requests": [request.as_json(now_s) for request in islice(self.of(tenant), most)],
         }

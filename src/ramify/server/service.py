@@ -210,7 +210,7 @@ class RequestService:
         live = self.live.arrive(
             caller.tenant, num_prompt=num_tokens, max_tokens=request.params.max_tokens
         )
-        self._observe_live()
+        self.observe_live(caller.tenant)
         try:
             events = self.engine.stream(
                 prompt.ids,
@@ -245,15 +245,20 @@ class RequestService:
                 abort=self.engine.abort,
             )
             self.activity.begun(caller.tenant, generation.cache, self.live.begin(live, generation))
+            self.observe_live(caller.tenant)
             return generation
         finally:
             if generation is None:
                 self.live.withdraw(live)
                 self.quotas.release(caller, num_tokens, 0, request.params.n)
 
-    def _observe_live(self) -> None:
+    def observe_live(self, tenant: str | None) -> None:
+        """Note how many requests of a tenant, and of all, are live now."""
         live = self.live
-        self.activity.observe(num_running=live.num_running, num_waiting=live.num_waiting)
+        for each in {tenant, None}:
+            self.activity.observe(
+                each, num_running=live.num_running(each), num_waiting=live.num_waiting(each)
+            )
 
     def _pin_share(self, caller: Caller) -> float | None:
         """Share of the pool that a caller may pin; None: no limit of its own."""

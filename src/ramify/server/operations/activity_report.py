@@ -45,6 +45,7 @@ async def activity(context: RequestContext) -> Response:
         with suppress(TimeoutError, EngineStoppedError, NoReplicaError, ReplicaLostError):
             async with asyncio.timeout(READ_S):
                 service.activity.sample((await service.engine.stats()).cache)
+    service.observe_live(tenant)
     return json_response(
         {
             "version": __version__,
