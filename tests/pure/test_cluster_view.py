@@ -9,6 +9,7 @@ import pytest
 
 from ramify.cluster.client import ClusterLLM
 from ramify.cluster.decisions import Alternative, Decision, Refusal
+from ramify.cluster.merging import MAX_REPLICAS
 from ramify.outputs import Placement
 from ramify.server.answers.route import route_text
 from ramify.server.tenants import ApiKeys
@@ -329,11 +330,14 @@ def test_branches_of_all_replicas_and_below_a_node_of_one() -> None:
                 for node in everything["nodes"]
             ]
             own = (await bench.call("GET", path, key="a")).json["nodes"]
-            nowhere = everything["nodes"][0]["id"] + 5  # of a sixth replica further on
-            missing = await bench.call("GET", f"{path}?below={nowhere}", key="o")
+            # Of a sixth replica further on; of none; one that a replica does not have.
+            nowhere = (everything["nodes"][0]["id"] + 5, 1, 999 * MAX_REPLICAS + 1)
+            missing = [await bench.call("GET", f"{path}?below={each}", key="o") for each in nowhere]
         assert [node["id"] for node in below] == [node["id"] for node in everything["nodes"]]
         assert {node["replica"] for node in everything["nodes"]} == {0, 1}
         assert {node["tenant"] for node in everything["nodes"]} > {own[0]["tenant"]}
-        assert missing.status == 404
+        assert [answer.status for answer in missing] == [404, 404, 404]
+        for each, answer in zip(nowhere, missing, strict=True):
+            assert f"node {each} is not" in answer.json["error"]["message"]
 
     run(main())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.cluster.dispatch import Dispatch
+from ramify.cluster.members import RETRY_AFTER_S
 from ramify.cluster.merging import merged_branches, split_id, summed
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.engine.cache_admin import calls
@@ -90,20 +91,31 @@ class ClusterView:
             replica for replica in self._dispatch.replicas.values() if replica.welcome is not None
         ]
         if query.below:
-            local, slot = split_id(query.below)
-            for replica in connected:
-                if replica.slot == slot:
-                    call = calls.ReadBranches(replace(query, below=local))
-                    async with asyncio.timeout(timeout_s):
-                        return merged_branches([(slot, await replica.call(call))])
-            raise ConfigError(f"node {query.below} is of no engine that is connected")
+            return await self._branches_below(query, connected, timeout_s)
         share = -(-query.max_nodes // max(1, len(connected)))
         answers = await self._ask(calls.ReadBranches(replace(query, max_nodes=share)), timeout_s)
         slots = {replica.name: replica.slot for replica in connected}
         results = [(slots[name], view) for name, view in answers.items() if name in slots]
         if not results:
-            raise NoReplicaError(1.0, "none answers")
+            raise NoReplicaError(RETRY_AFTER_S, "none answers")
         return merged_branches(results)
+
+    async def _branches_below(
+        self, query: BranchQuery, connected: Sequence[RemoteReplica], timeout_s: float
+    ) -> BranchView:
+        """Branches of the replica that has the node."""
+        local, slot = split_id(query.below)
+        for replica in connected:
+            if replica.slot == slot and local:
+                call = calls.ReadBranches(replace(query, below=local))
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        return merged_branches([(slot, await replica.call(call))])
+                except ConfigError:  # it names the node as the replica does
+                    break
+        raise ConfigError(
+            f"node {query.below} is not in a cache; it was evicted, never was, or its engine has gone"
+        )
 
     async def _ask(self, call: Any, timeout_s: float) -> dict[str, Any]:
         """The results of the connected replicas that answer in time, by name."""
