@@ -126,6 +126,26 @@ def test_everything_is_reached_by_keyboard_alone(tab: Browser, served: Live) -> 
     assert "computed" in tab.text("#chat-log")
 
 
+def test_a_chat_shows_thoughts_and_where_it_was_cut(tab: Browser, served: Live) -> None:
+    """Of a model that thinks, too, something is seen before the answer."""
+    show(tab, served)
+    choices = (
+        {"delta": {"reasoning_content": "Rome is"}},
+        {"delta": {"reasoning_content": " a city."}},
+        {"delta": {"content": "In It"}, "finish_reason": "length"},
+    )
+    lines = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
+    tab.run("const body = arguments[0]; window.fetch = async () => new Response(body)", lines)
+
+    tab.run("document.querySelector('#chat-input').focus()")
+    tab.write("Where?")
+    tab.press("Enter")
+    tab.until("document.querySelector('#chat-log').textContent.includes('ends here')")
+    turn = tab.text("#chat-log .turn:last-child")
+
+    assert turn.index("Rome is a city.") < turn.index("In It") < turn.index("512 tokens")
+
+
 def test_a_pasted_request_is_explained(tab: Browser, served: Live) -> None:
     """What would hit, the fields of the request, and the reason for the miss."""
     converse(served, "Who lives in Rome?")
@@ -201,9 +221,17 @@ def test_a_tenant_sees_only_its_own(tab: Browser) -> None:
         tab.press("Enter")
         tab.until("document.querySelector('#tree-chart').textContent.includes('boats')")
         everything = tab.run("return document.documentElement.textContent")
+        tab.run("document.querySelector('#key-button').click()")
+        reason = tab.text("#key-reason")
+        tab.run("document.querySelector('#key-input').value = 'x'")
+        tab.press("Enter")
+        tab.until("document.querySelector('#key-reason').textContent.includes('does not know')")
+        with_wrong_key = tab.run("return document.documentElement.textContent")
         show(tab, server, "o")
         operators = tab.run("return document.documentElement.textContent")
 
+    assert "may see" in reason
+    assert "boats" not in with_wrong_key  # nor anything else of ann's
     assert "kites" not in everything
     assert "as ann" in everything
     assert "boats" in operators and "kites" in operators

@@ -60,20 +60,14 @@ async function tick() {
   }
 }
 
-/** Look at everything at once, as with another key. */
-function restart() {
-  ticks = 0;
-  tree.path = [];
-  tick();
-}
-
 /** Look again, the tree included. */
 function lookNow() {
   if (ticks) ticks = TREE_EVERY;
   tick();
 }
 
-watchKeyDialog(restart);
+// Nothing of what another key has shown stays.
+watchKeyDialog(() => location.reload());
 watchExplainForm();
 new Chat(lookNow);
 document.addEventListener("visibilitychange", () => document.hidden || tick());

@@ -6,7 +6,8 @@ import { count, duration } from "./format.js";
 import { jsonEvents } from "./events.js";
 import { bar, barKey, missText, usageParts } from "./usage_bar.js";
 
-const MAX_TOKENS = 256;
+const MAX_TOKENS = 512;
+const CUT = `The answer ends here: at ${MAX_TOKENS} tokens, or where the context is full.`;
 
 export class Chat {
   /** `onAnswer` is called when an answer has ended. */
@@ -69,6 +70,7 @@ export class Chat {
     const begin = performance.now();
     let first = null;
     let answer = "";
+    const thoughts = element("div", { class: "words hint" });
     const response = await request("v1/chat/completions", {
       body: {
         messages,
@@ -81,13 +83,20 @@ export class Chat {
     });
     for await (const event of jsonEvents(response)) {
       if (event.error) throw new Error(event.error.message);
-      const delta = event.choices?.[0]?.delta?.content;
-      if (delta) {
-        first ??= (performance.now() - begin) / 1000;
-        answer += delta;
+      const { delta, finish_reason: reason } = event.choices?.[0] ?? {};
+      const [thought, text] = [delta?.reasoning_content, delta?.content];
+      if (thought || text) first ??= (performance.now() - begin) / 1000;
+      if (thought) {
+        if (!thoughts.parentNode) words.before(thoughts);
+        thoughts.append(thought);
+        this.scroll();
+      }
+      if (text) {
+        answer += text;
         words.textContent = answer;
         this.scroll();
       }
+      if (reason === "length") turn.append(element("p", { class: "hint" }, CUT));
       if (event.usage) this.explain(turn, event.usage, first);
     }
     return answer;

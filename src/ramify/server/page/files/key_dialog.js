@@ -15,11 +15,13 @@ export function watchKeyDialog(onChange) {
   });
 }
 
+const REASON = byId("key-reason").textContent;
+
 /** Open the dialog, with a reason if there is one. */
-export function askForKey(reason) {
+export function askForKey(reason = REASON) {
   const dialog = byId("key-dialog");
   if (dialog.open) return;
-  if (reason) byId("key-reason").textContent = reason;
+  byId("key-reason").textContent = reason;
   byId("key-input").value = apiKey();
   dialog.showModal();
 }

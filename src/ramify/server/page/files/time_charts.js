@@ -40,9 +40,10 @@ const CHARTS = [
       range: (_, __, most) => [0, Math.max(10, most)],
       ticks: short,
     }),
-    latest: ({ read, shared, computed }) => {
+    latest: ({ times, read, shared, computed }) => {
       const last = read.length - 2;
-      return `${count((read[last] + shared[last] + computed[last]) / 5)} a second`;
+      const seconds = times[1] - times[0];
+      return `${count((read[last] + shared[last] + computed[last]) / seconds)} a second`;
     },
   },
   {
