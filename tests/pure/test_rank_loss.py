@@ -7,8 +7,10 @@ import pytest
 from ramify.errors import EngineStoppedError, RankLostError
 from ramify.params import SamplingParams
 from ramify.server.errors import as_api_error
+from ramify.server.http import uvicorn_server
 from tests.pure.async_bench import AsyncBench, run
 from tests.pure.engine_bench import Bench
+from tests.pure.live_server import LIMIT_S, live
 
 PROMPT = [3, 1, 4, 1, 5]
 REASON = "rank 1 of 2 (process 17) was ended by SIGKILL"
@@ -68,3 +70,17 @@ def test_the_server_says_when_to_come_back() -> None:
     assert response.headers == {"Retry-After": "30"}
     assert "17" not in response.message
     assert as_api_error(EngineStoppedError("closed")).headers == {}
+
+
+def test_a_server_whose_engine_has_ended_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some seconds in which it answers 503; whoever started the process starts another one."""
+    monkeypatch.setattr(uvicorn_server, "CHECK_TICKS", 1)
+    monkeypatch.setattr(uvicorn_server, "LOST_ENGINE_S", 0.5)
+    with live(fail_at=range(1, 100), error=RankLostError(REASON)) as server:
+        assert server.get("/livez").status_code == 200
+        assert server.ask().status_code == 503
+        assert server.get("/livez").status_code == 503
+
+        server.thread.join(LIMIT_S)
+
+        assert server.listener.has_failed

@@ -24,13 +24,18 @@ class Readiness:
 
     def liveness_failure(self) -> str | None:
         """The reason to restart this process; None while it is alive."""
-        health = self._engine()
-        is_away = health.state is EngineState.UNREACHABLE  # to start anew would not help
-        if not health.is_alive and not self.is_draining and not is_away:
+        if self.has_lost_engine:
             return "engine stopped"
-        if health.stuck_s is not None:
+        if self._engine().stuck_s is not None:
             return "engine stuck"
         return None
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether the engine has ended by itself."""
+        health = self._engine()
+        is_away = health.state is EngineState.UNREACHABLE  # to start anew would not help
+        return not health.is_alive and not self.is_draining and not is_away
 
     def unready_reason(self) -> str | None:
         """The reason to send requests to another server; None while they are served."""

@@ -35,7 +35,7 @@ from ramify.server.http.listen_address import bind_address
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.kv_events.feed import published
 from ramify.server.kv_events.options import KvEventOptions
-from ramify.server.operations.engine_end import end_engine
+from ramify.server.operations.engine_end import ENGINE_FAILED, end_engine
 from ramify.server.operations.kv_event_metrics import KvEventCollector
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.operations.stderr_writer import stderr_in_background
@@ -331,6 +331,8 @@ async def _listen(listener: DrainingServer, bound: list[socket.socket]) -> int:
     """Serve until a signal; returns the exit code."""
     with frozen_heap():
         await listener.serve(bound)
+    if listener.has_failed:
+        return ENGINE_FAILED
     if listener.is_forced:
         return 130
     return 0 if listener.started else 1

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 HEADER_S = 10.0
 # Seconds without a byte read by the client while the write buffer is full.
 STALL_S = 60.0
+# Seconds in which a server without engine answers 503, so that load balancers turn away, before it ends.
+LOST_ENGINE_S = 10.0
+CHECK_TICKS = 10  # of `on_tick`: a second
 
 
 class TimeoutProtocol(H11Protocol):
@@ -165,6 +168,8 @@ class DrainingServer(uvicorn.Server):
     `/readyz` get 503, so that a load balancer turns away. The server stops when no request is live,
     or `abort`s them after `drain_s` seconds. A second signal stops it at once.
 
+    It stops, too, `LOST_ENGINE_S` after its engine has ended by itself; `has_failed` says so.
+
     Args:
         health: `is_draining` is set at the first signal.
         connections: how many clients may be connected.
@@ -192,7 +197,8 @@ class DrainingServer(uvicorn.Server):
         self._health, self._on_listening, self._abort = health, on_listening, abort
         self._drain_s = drain_s
         self._deadline_s: float | None = None
-        self.is_forced = False
+        self._lost_s: float | None = None  # since when there is no engine
+        self.is_forced = self.has_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and write banner and URL to stderr.
@@ -282,4 +288,16 @@ class DrainingServer(uvicorn.Server):
                 await self._abort()
                 num_live = 0
             self.should_exit = not num_live
+        if counter % CHECK_TICKS == 0:
+            self._check_engine()
         return await super().on_tick(counter)
+
+    def _check_engine(self) -> None:
+        """Stop a while after the engine has ended, for another process to take this one's place."""
+        if not self._health.has_lost_engine:
+            self._lost_s = None
+        elif self._lost_s is None:
+            self._lost_s = time.monotonic()
+            logger.error("the engine has ended; this server ends in %.0f s", LOST_ENGINE_S)
+        elif time.monotonic() - self._lost_s >= LOST_ENGINE_S:
+            self.has_failed = self.should_exit = True
