@@ -112,6 +112,23 @@ def test_a_cut_input_has_the_special_token_at_its_end(tmp_path: Path) -> None:
     assert short[-1] == 2
 
 
+def test_a_long_input_without_tokens_is_refused(tmp_path: Path) -> None:
+    """As a short one is: of a tokenizer that drops white space, blanks leave nothing."""
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"normalizer": strip}))
+    shutil.copy(TINY / "tokenizer_config.json", tmp_path)
+
+    async def main() -> list[int]:
+        async with ServerBench(tokenizer=Tokenizer.load(tmp_path)).running() as bench:
+            return [
+                (await bench.post("/api/embed", {"model": "tiny", "input": text})).status
+                for text in (" ", " " * 9000)
+            ]
+
+    assert run(main()) == [400, 400]
+
+
 def test_probes_see_an_ollama() -> None:
     """The text at the root, and a version that is recent enough for clients that ask for a least one."""
     root, version = get("/"), get("/api/version").json

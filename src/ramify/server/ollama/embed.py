@@ -82,6 +82,6 @@ def _truncated(texts: Sequence[str], service: RequestService) -> list[Any]:
             inputs.append(text)
             continue
         ids = tokenizer.encode(text[:max_chars]).tolist()
-        end = ids[-1:] if ids[-1] in tokenizer.special_token_ids else []
+        end = [token for token in ids[-1:] if token in tokenizer.special_token_ids]
         inputs.append(ids if len(ids) <= most else ids[: most - len(end)] + end)
     return inputs
