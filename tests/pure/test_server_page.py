@@ -11,7 +11,7 @@ from ramify.server.activity import BUCKET_S, NUM_BUCKETS, Activity
 from ramify.server.generation import CacheUsage
 from ramify.server.ollama.endpoints import RUNNING
 from ramify.server.page.assets import FILES, page_assets
-from ramify.server.tenants import ApiKeys, Caller, hash_key
+from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import ServerBench, chat, run
 
 KEYS = ApiKeys(
@@ -118,6 +118,23 @@ def test_a_tenant_sees_the_branches_and_requests_of_its_own() -> None:
     assert sum(bucket["requests"] for bucket in seen["history"]["o"]["buckets"]) == 2
     assert "cache" not in seen["history"]["a"]
     assert seen["refused"] == [401, 401]
+
+
+def test_a_tenant_without_quota_sees_its_branches() -> None:
+    """They are no tokens and no answers: the page of a tenant whose tokens are used up goes on."""
+
+    async def main() -> list[int]:
+        keys = ApiKeys({hash_key("a"): Caller("ann", quota=Quota(tokens_per_minute=100))})
+        async with ServerBench(keys=keys).running() as bench:
+            body = chat("Ann counts her lamps. " * 9, max_tokens=60, ignore_eos=True)
+            await bench.post("/v1/chat/completions", body, key="a")
+            return [
+                (await bench.post("/v1/chat/completions", body, key="a")).status,
+                (await bench.call("GET", "/v1/cache/branches", key="a")).status,
+                (await bench.call("GET", "/v1/activity", key="a")).status,
+            ]
+
+    assert run(main()) == [429, 200, 200]
 
 
 def test_strangers_of_a_server_without_keys_see_nobody() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -47,7 +48,10 @@ async def branches(context: RequestContext) -> Response:
         raise ApiError(
             503, f"the engine has not answered within {READ_S:.0f} s", retry_after_s=1
         ) from error
-    return json_response(await context.in_prompt_thread(_as_json, view, context.service.tokenizer))
+    # Whoever has used up the quota may still see what the cache has.
+    job = partial(_as_json, view, context.service.tokenizer)
+    done = context.prompt_workers.run(context.caller.tenant, job)
+    return json_response(await context.until_done_or_disconnect(done))
 
 
 def _as_json(view: BranchView, tokenizer: Tokenizer) -> dict[str, Any]:
