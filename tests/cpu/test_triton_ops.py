@@ -128,17 +128,21 @@ def test_logits_are_those_of_torch_and_the_same_in_any_chunks(
     assert report["linear"] == report["rms_norm"] == report["silu_mul"] == "triton"
 
 
-@pytest.mark.parametrize("is_variant", [False, True])
+@pytest.mark.parametrize(("is_variant", "dtype"), [(False, "bfloat16"), (True, "float32")])
 def test_kernels_are_probed_on_a_device(
-    is_variant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_variant: bool, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel whose rows depend on their number is called row by row, or torch's takes its place."""
     from ramify.kernels.triton.gemm import BatchInvariantGemm
 
-    path = write_tiny_checkpoint(tmp_path, "qwen2", tokenizer=False, num_hidden_layers=1)
+    path = write_tiny_checkpoint(
+        tmp_path, "qwen2", tokenizer=False, dtype=dtype, num_hidden_layers=1
+    )
     monkeypatch.setattr(TritonOps, "probes_kernels", True)
     monkeypatch.setattr(TritonOps, "probe_counts", (1, 7))
-    monkeypatch.setattr(torch_ops, "sample_rows", lambda *shape, dtype: torch.randn(16, *shape))
+    monkeypatch.setattr(
+        torch_ops, "sample_rows", lambda *shape, dtype: torch.randn(16, *shape).to(dtype)
+    )
     if is_variant:
         for kernel in (BatchInvariantGemm, RmsNorm, GatedActivation):
             compute = kernel.__call__
@@ -155,5 +159,5 @@ def test_kernels_are_probed_on_a_device(
     for operation in ("linear", "linear with bias", "rms_norm", "silu_mul"):
         assert (report[operation] == passed) != is_variant, report
     assert isinstance(model.layers, FusedAdditions) != is_variant
-    whole = logits_in_steps(model, [5], torch.float32)
-    assert torch.equal(logits_in_steps(model, [2, 3], torch.float32), whole)
+    whole = logits_in_steps(model, [5], model.dtype)
+    assert torch.equal(logits_in_steps(model, [2, 3], model.dtype), whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ramify.models.configs.rope import RopeConfig
 from ramify.models.ops.functional import GATED_ACTIVATIONS
 from ramify.models.ops.layer_loop import LayerLoop
-from ramify.models.ops.probe import probe_row_op
+from ramify.models.ops.probe import cancelled_rows, probe_row_op
 from ramify.models.ops.protocol import (
     Activation,
     Attended,
@@ -97,7 +98,9 @@ class TritonOps(TorchOps):
         # A bias would hide the sums that cancel.
         probed = gemm if bias is None else BatchInvariantGemm(weight)
         reason = "tiles and splits of one shape"
-        if not self._is_invariant(operation, probed, shape, shape[1], reason, weight.dtype):
+        if not self._is_invariant(
+            operation, probed, shape, partial(self._matrix_rows, weight), reason, weight.dtype
+        ):
             gemm = row_by_row(gemm)
         return self._compose(norm, gemm, activation, len(weight), dtype or self.dtype)
 
@@ -174,16 +177,22 @@ class TritonOps(TorchOps):
     def _record_kernel(self, operation: str, op: RowOp, shape: tuple[int, ...], width: int) -> bool:
         """Record a kernel that computes each row by itself; False: on this device it does not."""
         if self.exact:
-            return self._is_invariant(operation, op, shape, width, "a program a row", self.dtype)
+            rows = self._samples(width)
+            return self._is_invariant(operation, op, shape, rows, "a program a row", self.dtype)
         self._record(Exactness(operation, shape, dtype_name(self.dtype), BATCHED, "exact=False"))
         return True
+
+    def _matrix_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Rows to try a matrix with; in 16 bits sums cancel, or rounding would hide differences."""
+        (rows,) = self._samples(weight.shape[1], dtype=weight.dtype)()
+        return (rows if weight.dtype == torch.float32 else cancelled_rows(rows, weight),)
 
     def _is_invariant(
         self,
         operation: str,
         op: RowOp,
         shape: tuple[int, ...],
-        width: int,
+        samples: Callable[[], tuple[Tensor, ...]],
         reason: str,
         dtype: torch.dtype,
     ) -> bool:
@@ -193,12 +202,12 @@ class TritonOps(TorchOps):
 
         Args:
             shape: for the report.
-            width: of the rows that `op` takes.
+            samples: makes rows to try.
         """
         verdict = Exactness(operation, shape, dtype_name(dtype), "triton", reason)
         if self.probes_kernels:
             _, verdict = probe_row_op(
-                operation, op, shape, dtype, self._samples(width, dtype=dtype),
+                operation, op, shape, dtype, samples,
                 exact=True, store=self._store, counts=self.probe_counts, strategy="triton",
             )  # fmt: skip
         self._record(verdict)
