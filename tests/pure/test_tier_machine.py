@@ -223,6 +223,8 @@ class TierMachine(RuleBasedStateMachine):
         if is_orderly and not self.faults.unavailable:
             self.bench.mover.works_in_wait = True
             self.bench.core.close()
+        else:
+            self.bench.mover.kill()
         self.start()
 
     # -- what holds ----------------------------------------------------------------------------

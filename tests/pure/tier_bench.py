@@ -98,6 +98,12 @@ class ManualMover:
                 self.run_write()
         return bool(self.results)
 
+    def kill(self) -> None:
+        """Drop all jobs, as the end of a process does. Its collector calls `close` at any time."""
+        self.writes.clear()
+        self.look_ups.clear()
+        self.reads.clear()
+
     def close(self, timeout_s: float) -> bool:
         self.run_all()
         self.is_closed = True
