@@ -51,9 +51,7 @@ def main() -> None:
         return time.perf_counter() - start
 
     def rate() -> float:
-        peaks = Peaks(args.threads)
-        peaks.read()
-        return peaks.bandwidth
+        return Peaks(args.threads).read()
 
     seconds(FEW)
     steps, rates, shares = list[float](), list[float](), list[float]()

@@ -8,7 +8,9 @@ of one prompt of 512 tokens, decode of 1 and of 8 requests after 128 tokens, onc
 computed. The engines of a family and Ramify on the Llama take turns within a round, on new prompts.
 
 `x roofline` is the time over the least possible one: arithmetic at the measured matmul peak, or weights
-and K/V at the measured read bandwidth, whichever takes longer. Of experts, prefill reads all, and a
+and K/V at the read bandwidth, whichever takes longer; the median over the rounds. The bandwidth of a
+machine with neighbours changes by half within minutes, so each round measures it before and after each
+cell and takes the larger. Of experts, prefill reads all, and a
 decode step those that requests hit where each hits its experts at random. `/ Llama` is Ramify's
 distance from the roofline over that of the Llama in the same round: median, least, greatest.
 """
@@ -22,7 +24,7 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +246,13 @@ class Side:
 
 def measure_family(
     family: str, base: Side, args: argparse.Namespace, peaks: Peaks
-) -> tuple[list[Side], list[float]]:
-    """Measure all engines on a family in turns with `base`; returns them, and where its rounds begin."""
+) -> tuple[list[Side], int, dict[str, list[float]]]:
+    """Measure all engines on a family in turns with `base`.
+
+    Returns:
+        The engines, where the family's rounds begin in those of `base`, and bytes/s by cell and round.
+    """
+    rates: dict[str, list[float]] = {cell.name: [] for cell in CELLS}
     before = len(base.seconds[CELLS[0].name])
     sides = [
         base if (family, name) == (BASE, OURS) else Side(family, ENTRIES[name], args)
@@ -255,23 +262,32 @@ def measure_family(
     for round_number in range(-1, args.rounds):
         peaks.sample(args.dtype)
         for cell in CELLS:
+            rate = peaks.read()
             for side in turns if round_number % 2 == 0 else turns[::-1]:
                 side.measure(cell, round_number if round_number < 0 else before + round_number)
+            if round_number >= 0:
+                rates[cell.name].append(max(rate, peaks.read()))
         print(f"  {family}: round {round_number + 1} of {args.rounds}", file=sys.stderr)
     for side in sides:
         if side is not base:
             side.end()
-    return sides, [before]
+    return sides, before, rates
 
 
 def table(
-    family: str, sides: Sequence[Side], base: Side, first_round: int, machine: Machine, rounds: int
+    family: str,
+    sides: Sequence[Side],
+    base: Side,
+    first_round: int,
+    machine: Machine,
+    rates: Mapping[str, Sequence[float]],
 ) -> str:
     """The rows of a family: tokens/s and distance from the roofline by engine and cell."""
     lines = []
     cost, base_cost = Cost.of(FAMILIES[family][1]), Cost.of(FAMILIES[BASE][1])
     for cell in CELLS:
-        roofline, base_roofline = cost.seconds(cell, machine), base_cost.seconds(cell, machine)
+        machines = [replace(machine, bandwidth=rate) for rate in rates[cell.name]]
+        rounds, rooflines = len(machines), [cost.seconds(cell, each) for each in machines]
         ours = next((side for side in sides if side.entry.name == OURS), None)
         for side in sides:
             times = side.seconds[cell.name]
@@ -290,11 +306,19 @@ def table(
             if side is ours and family != BASE:
                 base_times = base.seconds[cell.name][first_round : first_round + rounds]
                 llama = _spread(
-                    [ratio * base_roofline / roofline for ratio in paired_ratios(times, base_times)]
+                    [
+                        ratio * base_cost.seconds(cell, each) / roofline
+                        for ratio, each, roofline in zip(
+                            paired_ratios(times, base_times), machines, rooflines, strict=False
+                        )
+                    ]
                 )
+            distance = _spread(
+                [taken / least for taken, least in zip(times, rooflines, strict=False)]
+            )
             lines.append(
                 f"{title}| {cell.tokens / took.mid:,.0f} ({cell.tokens / took.high:,.0f}–"
-                f"{cell.tokens / took.low:,.0f}) | {took.mid / roofline:.2f} | {llama} | {versus} |"
+                f"{cell.tokens / took.low:,.0f}) | {distance} | {llama} | {versus} |"
             )
     return "\n".join(lines)
 
@@ -333,17 +357,17 @@ def main() -> None:
     measured = []
     try:
         for family in args.families:
-            sides, begin = measure_family(family, base, args, peaks)
-            measured.append((family, sides, *begin))
+            measured.append((family, *measure_family(family, base, args, peaks)))
     finally:
         base.end()
     machine = Machine(peaks.flops[args.dtype], peaks.bandwidth, VALUE_BYTES[args.dtype])
+    read = Spread.of([rate for *_, rates in measured for each in rates.values() for rate in each])
     print(
-        f"\nMeasured peak {machine.peak / 1e9:,.0f} GFLOP/s, read bandwidth "
-        f"{machine.bandwidth / 1e9:.1f} GB/s; {args.dtype}, {args.rounds} rounds.\n\n{HEAD}"
+        f"\nMeasured peak {machine.peak / 1e9:,.0f} GFLOP/s, read bandwidth {read.mid / 1e9:.1f} "
+        f"({read.low / 1e9:.1f}–{read.high / 1e9:.1f}) GB/s; {args.dtype}, {args.rounds} rounds.\n\n{HEAD}"
     )
-    for family, sides, first_round in measured:
-        print(table(family, sides, base, first_round, machine, args.rounds))
+    for family, sides, first_round, rates in measured:
+        print(table(family, sides, base, first_round, machine, rates))
 
 
 if __name__ == "__main__":

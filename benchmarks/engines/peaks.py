@@ -37,10 +37,11 @@ class Peaks:
                         self.flops[name] = max(self.flops.get(name, 0.0), rate)
         self.read()
 
-    def read(self) -> None:
-        """Measure bytes/s from memory again."""
+    def read(self) -> float:
+        """Measure bytes/s from memory again; returns what it is now."""
         rate = READ_BYTES / _fastest(self._memory.sum)
         self.bandwidth = max(self.bandwidth, rate)
+        return rate
 
 
 def _fastest(call: Callable[[], object]) -> float:

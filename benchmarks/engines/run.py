@@ -226,7 +226,7 @@ class Group:
         return True
 
     def measure(
-        self, workloads: Sequence[Workload], repetitions: int, between: Callable[[], None]
+        self, workloads: Sequence[Workload], repetitions: int, between: Callable[[], object]
     ) -> dict[str, list[Cell]]:
         """Measure every workload on every engine; returns the cells by workload name.
 
