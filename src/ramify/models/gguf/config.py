@@ -327,10 +327,11 @@ def _llama3_scaling(
     factor = shortest(factors.max())
     low, high, original = 1.0, 4.0, 8192
     dim = 2 * len(factors)
-    frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
-    turns = original * frequencies / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
+    with np.errstate(all="ignore"):  # a file may have any theta and divisors
+        frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+        turns = original * frequencies / (2 * math.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        expected = 1 / ((1 - smooth) / factor + smooth)
     if np.allclose(factors, expected, rtol=1e-4):
         return {
             "rope_type": "llama3",
