@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from ramify import __version__
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
+from ramify.server.generation import GenerationRequest
 from ramify.server.http.wire import json_line
 from ramify.server.ollama.chat_request import chat_to_generation
 from ramify.server.ollama.generate_request import generate_to_generation
@@ -62,16 +63,7 @@ async def chat(context: RequestContext) -> Response:
     generation_request = await context.in_prompt_thread(
         chat_to_generation, request, context.service, context.caller.tenant
     )
-    generation = await context.start(generation_request, prefix="ollama-")
-    builder = AnswerBuilder(
-        context.service,
-        generation,
-        message_shape,
-        arrived_s=arrived_s,
-        has_context=False,
-        has_logprobs=bool(request.logprobs),
-    )
-    return await _respond(context, request, builder)
+    return await _answer(context, request, generation_request, message_shape, arrived_s)
 
 
 async def generate(context: RequestContext) -> Response:
@@ -83,21 +75,31 @@ async def generate(context: RequestContext) -> Response:
     generation_request = await context.in_prompt_thread(
         generate_to_generation, request, context.service, context.caller.tenant
     )
+    has_context = not request.raw
+    return await _answer(
+        context, request, generation_request, response_shape, arrived_s, has_context=has_context
+    )
+
+
+async def _answer(
+    context: RequestContext,
+    request: AnswerRequest,
+    generation_request: GenerationRequest,
+    shape: Shape,
+    arrived_s: float,
+    *,
+    has_context: bool = False,
+) -> Response:
+    """Start the generation and respond: line by line unless `stream` is false."""
     generation = await context.start(generation_request, prefix="ollama-")
     builder = AnswerBuilder(
         context.service,
         generation,
-        response_shape,
+        shape,
         arrived_s=arrived_s,
-        has_context=not request.raw,
+        has_context=has_context,
         has_logprobs=bool(request.logprobs),
     )
-    return await _respond(context, request, builder)
-
-
-async def _respond(
-    context: RequestContext, request: AnswerRequest, builder: AnswerBuilder
-) -> Response:
     return await context.respond(
         builder,
         stream=request.stream is not False,
