@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
+import llvmlite.binding
 import numpy as np
 from filelock import FileLock
 from numba import float64
@@ -60,6 +62,20 @@ def test_what_is_kept_is_loaded(entry: Any, caplog: pytest.LogCaptureFixture) ->
     assert runs(entry())
 
     assert "compiling" not in caplog.text
+
+
+def test_no_code_between_source_and_machine_is_kept(entry: Any) -> None:
+    """LLVM IR would be parsed again by every process, and stay in its memory."""
+    kept = entry()
+    assert runs(kept)
+
+    (file,) = Path(kept._cache.cache_path).glob("*.nbc")
+    (_, kind, (code, names)), *_ = pickle.loads(file.read_bytes())
+
+    assert kind == "object"
+    assert code.startswith(b"\x7fELF")
+    module = llvmlite.binding.parse_bitcode(names)
+    assert [sum(1 for _ in function.blocks) for function in module.functions] == [1]
 
 
 def test_a_lock_that_cannot_be_made_is_no_error(entry: Any) -> None:

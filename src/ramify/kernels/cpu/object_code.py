@@ -26,7 +26,7 @@ import llvmlite.binding
 import numba
 from filelock import FileLock, Timeout
 from numba.core import event
-from numba.core.caching import FunctionCache, NullCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
@@ -57,15 +57,21 @@ def object_name(entry_name: str, signature: Any) -> str:
     return f"{entry_name}-{types}.bin"
 
 
-def write_object(folder: Path, entry_name: str, signature: Any, compiled: Any) -> None:
-    """Write the code of a compiled entry point for `load_object`."""
+def reduce_to_object(compiled: Any) -> tuple[Any, ...]:
+    """What Numba keeps of a compiled entry point, without its LLVM IR.
+
+    Numba keeps the IR to link it into other functions, and would parse it again in every process: 30 MB
+    resident for three kernels. All that loading needs of it is the name of the function that Python calls.
+    """
     (library_name, kind, (code, _)), description, *rest = compiled._reduce()  # noqa: SLF001
-    # Numba keeps LLVM IR beside the code, to link it into other functions. All that loading needs of
-    # it is the name of the function that Python calls.
     stub = f'define void @"{description.llvm_cpython_wrapper_name}"() {{\n  ret void\n}}'
     names = llvmlite.binding.parse_assembly(stub).as_bitcode()
-    reduced = (library_name, kind, (code, names)), description, *rest
-    data = zlib.compress(dumps(reduced), 9)
+    return (library_name, kind, (code, names)), description, *rest
+
+
+def write_object(folder: Path, entry_name: str, signature: Any, compiled: Any) -> None:
+    """Write the code of a compiled entry point for `load_object`."""
+    data = zlib.compress(dumps(reduce_to_object(compiled)), 9)
     (folder / object_name(entry_name, signature)).write_bytes(data)
 
 
@@ -139,6 +145,19 @@ class Progress:
 progress = Progress()
 
 
+class _ObjectForm(CompileResultCacheImpl):
+    """How Numba's cache on disk keeps an entry point: as wheels do."""
+
+    def reduce(self, cres: Any) -> tuple[Any, ...]:
+        return reduce_to_object(cres)
+
+
+class _ObjectCache(FunctionCache):
+    """Numba's cache on disk, of object code."""
+
+    _impl_class = _ObjectForm
+
+
 class KernelCache(NullCache):
     """Where Numba looks for the code of an entry point; compiles what is nowhere, and keeps it on disk.
 
@@ -154,7 +173,7 @@ class KernelCache(NullCache):
         # Two processes that need a kernel at the same time compile it once.
         self._lock: FileLock | None = None
         try:
-            self._disk = FunctionCache(dispatcher.py_func)
+            self._disk = _ObjectCache(dispatcher.py_func)
         except RuntimeError as error:  # no writable cache directory
             logger.info("kernels are compiled anew in every process: %s", error)
         else:
