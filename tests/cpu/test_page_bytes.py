@@ -50,3 +50,15 @@ def test_the_padding_page_is_no_page_of_a_tier(page: int) -> None:
         device.read_page(page, buffer)
     with pytest.raises(ConfigError, match=f"page {page} is not in 0..4"):
         device.write_page(page, buffer)
+
+
+def test_a_buffer_of_another_size_is_refused() -> None:
+    """A copy would go beyond its end; and a read-only one is not written to."""
+    device = PageBytes(KVPool(LAYOUTS["mha"], 5, 4))
+    short = memoryview(bytearray(device.page_bytes - 1))
+
+    for copy in (device.read_page, device.write_page):
+        with pytest.raises(ConfigError, match=f"{device.page_bytes - 1} bytes for a page of"):
+            copy(1, short)
+    with pytest.raises(ConfigError, match="read-only"):
+        device.read_page(1, memoryview(bytes(device.page_bytes)))

@@ -40,8 +40,8 @@ class ManualMover:
         self.answer_s = 0.0  # that a look-up is said to have taken
         self.results: list[Result] = []
 
-    def write(self, job: PageWrite | Removal) -> None:
-        self.writes.append(job)
+    def write(self, *jobs: PageWrite | Removal) -> None:
+        self.writes.extend(jobs)
 
     def read(self, job: ReaderJob) -> None:
         if isinstance(job, Probe):

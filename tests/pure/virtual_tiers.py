@@ -81,11 +81,12 @@ class VirtualMover:
         self.flying: list[tuple[float, int, ReaderJob, float, Result | None]] = []
         self.num_reads = 0
 
-    def write(self, job: PageWrite | Removal) -> None:
-        if isinstance(job, Removal):
-            self.ended.append(Removed(job, self.jobs.remove(job.hashes)))
-        else:
-            self.ended += self.jobs.write([job])
+    def write(self, *jobs: PageWrite | Removal) -> None:
+        for job in jobs:
+            if isinstance(job, Removal):
+                self.ended.append(Removed(job, self.jobs.remove(job.hashes)))
+            else:
+                self.ended += self.jobs.write([job])
 
     def read(self, job: ReaderJob) -> None:
         begin_s = max(self.time.now, heapq.heappop(self.free_s))

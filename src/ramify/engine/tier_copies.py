@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ramify.cache.inspection import pages_by_use
 from ramify.cache.prefix_cache import PrefixCache
@@ -11,10 +13,11 @@ from ramify.cache.tiers import PageName, WriteQueue
 from ramify.engine.tier_distant import DistantCopies
 from ramify.engine.tier_events import TierEvents
 from ramify.engine.tier_parts import StagingArea, TierCounts, TierParts
+from ramify.engine.write_share import WriteShare
 from ramify.kv.mover_jobs import PageWrite, Written
 from ramify.kv.stores.page_store import PageKey
 
-LAZY_BYTES = 1 << 20  # copied out per step that has other work; one page at least
+LOOKED_UP = 64  # pages that the stores of this machine are asked for at once
 
 
 class CopiesOut:
@@ -29,7 +32,8 @@ class CopiesOut:
     def begin(self, parts: TierParts, area: StagingArea) -> None:
         """Write to these stores, through these buffers, from now on."""
         self._parts, self._area = parts, area
-        self._max_lazy = max(1, LAZY_BYTES // parts.device.page_bytes)
+        self._share, self._stepped_s = WriteShare(parts.device.page_bytes), time.perf_counter()
+        self._ready: list[PageWrite] = []  # copied, and not yet with the writer
         self.events.removed_everywhere(None)
         self._distant = DistantCopies(parts, self.queue, area.ledger.num_buffers)
 
@@ -40,29 +44,42 @@ class CopiesOut:
 
     def take_evicted(self) -> None:
         """Copy evicted pages before they are overwritten; without a buffer they are dropped."""
-        if self.queue.num_urgent:
-            for page, name in self.queue.take_urgent():
-                is_copied = self._copy_here(page, name, is_evicted=True)
+        if not self.queue.num_urgent:
+            return
+        evicted = self.queue.take_urgent()
+        with self._handing_over():
+            for (page, name), tiers in zip(
+                evicted, self._lacking(evicted, is_evicted=True), strict=True
+            ):
+                is_copied = self._copy_here(page, name, tiers)
                 if self._distant.wants(name.hash):
                     is_copied = self._send(page, name) and is_copied
                 self._counts.dropped += not is_copied
 
-    def take_lazy(self, count: int | None = None) -> None:
+    def take_share(self) -> None:
+        """Copy a few cached pages that wait for it, beside a step: no more than its share of the time."""
+        begin_s = time.perf_counter()
+        self._share.add_step(begin_s - self._stepped_s)
+        self._stepped_s = begin_s
+        if self.num_waiting and (count := self._share.num_pages):
+            before = self._counts.queued
+            self.take_lazy(count)
+            self._share.copied(self._counts.queued - before, time.perf_counter() - begin_s)
+
+    def take_lazy(self, count: int) -> None:
         """Copy up to `count` cached pages that wait for it, while there are buffers."""
-        count = self._max_lazy if count is None else count
-        for _ in range(min(count, self.queue.num_lazy)):
-            [(page, name)] = self.queue.take_lazy(1)
-            if not self._copy_here(page, name, is_evicted=False):
-                self.queue.add_lazy([page])
-                break
-            if self._distant.wants(name.hash):
-                self._distant.wait(page, name)
-        for _ in range(count):
-            if not self._distant.has_room or (waiting := self._distant.take_waiting()) is None:
-                break
-            if not self._send(*waiting):
-                self._distant.wait(*waiting)
-                break
+        with self._handing_over():
+            num_left = count
+            while waiting := self.queue.take_lazy(min(num_left, LOOKED_UP)):
+                num_left -= len(waiting)
+                if not self._copy_cached(waiting):
+                    break
+            for _ in range(count):
+                if not self._distant.has_room or (sent := self._distant.take_waiting()) is None:
+                    break
+                if not self._send(*sent):
+                    self._distant.wait(*sent)
+                    break
 
     def take_everything(self) -> None:
         """Queue every page of the tree that may be copied, last used first: there may be no time for all."""
@@ -72,6 +89,7 @@ class CopiesOut:
         """Free the buffer of a write, and count it."""
         write = result.write
         self._area.ledger.free(write.buffer)
+        self._share.written(result.cpu_s)
         stored = [tier for tier, outcome in result.outcomes.items() if outcome]
         for tier in stored:
             self._counts.written[tier] = self._counts.written.get(tier, 0) + 1
@@ -100,13 +118,19 @@ class CopiesOut:
             lacking = [page for page, has in zip(hashes, listed, strict=True) if not has]
             self.events.removed(store.tier, lacking)
 
-    def _copy_here(self, page: int, name: PageName, *, is_evicted: bool) -> bool:
-        """Hand a copy to the writer of this machine's stores, for those that lack it.
+    def _copy_cached(self, pages: Sequence[tuple[int, PageName]]) -> bool:
+        """Copy pages of the tree; those without a buffer wait again, and it returns False."""
+        for index, tiers in enumerate(self._lacking(pages, is_evicted=False)):
+            page, name = pages[index]
+            if not self._copy_here(page, name, tiers):
+                self.queue.add_lazy([page for page, _ in pages[index:]])
+                return False
+            if self._distant.wants(name.hash):
+                self._distant.wait(page, name)
+        return True
 
-        Pages that stay in the pool are copied to stores that outlive it only. Returns False if there
-        is no buffer.
-        """
-        tiers = self._lacking(name.hash, is_evicted=is_evicted)
+    def _copy_here(self, page: int, name: PageName, tiers: frozenset[str]) -> bool:
+        """Copy a page for those stores of this machine that lack it; False: there is no buffer."""
         return not tiers or self._copy(page, name, tiers)
 
     def _send(self, page: int, name: PageName) -> bool:
@@ -127,14 +151,32 @@ class CopiesOut:
             self._area.ledger.free(buffer)
             raise
         self._counts.queued += 1
-        self._parts.mover.write(PageWrite(PageKey(*name), buffer, view, tiers))
+        self._ready.append(PageWrite(PageKey(*name), buffer, view, tiers))
         return True
 
-    def _lacking(self, page_hash: bytes, *, is_evicted: bool) -> frozenset[str]:
-        return frozenset(
-            store.tier
-            for store in self._parts.near
-            if (is_evicted or store.tier != "host")
-            and store.tier not in self._parts.read_only
-            and not self._parts.listed(store, [page_hash])[0]
-        )
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """Give the writer what is copied in the block, at once: each call wakes it."""
+        try:
+            yield
+        finally:
+            ready, self._ready = self._ready, []
+            if ready:
+                self._parts.mover.write(*ready)
+
+    def _lacking(
+        self, pages: Sequence[tuple[int, PageName]], *, is_evicted: bool
+    ) -> list[frozenset[str]]:
+        """For each page, the stores of this machine that are to get it.
+
+        Pages that stay in the pool are copied to stores that outlive it only.
+        """
+        hashes = [name.hash for _, name in pages]
+        lacking: list[set[str]] = [set() for _ in pages]
+        for store in self._parts.near:
+            if store.tier in self._parts.read_only or (store.tier == "host" and not is_evicted):
+                continue
+            for tiers, is_listed in zip(lacking, self._parts.listed(store, hashes), strict=True):
+                if not is_listed:
+                    tiers.add(store.tier)
+        return [*map(frozenset, lacking)]

@@ -110,7 +110,7 @@ class EngineTiering:
 
     def copy_lazily(self) -> None:
         """Copy out a few cached pages that wait for it, beside a step."""
-        self._out.take_lazy()
+        self._out.take_share()
 
     # -- removals ------------------------------------------------------------------------------
 

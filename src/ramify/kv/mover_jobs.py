@@ -61,6 +61,7 @@ class Written:
 
     write: PageWrite
     outcomes: dict[str, WriteOutcome]  # by tier; without the stores that did not answer
+    cpu_s: float = 0.0  # processor time of the writer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,17 +34,21 @@ class MoverLanes:
         # Lanes that have still to carry out a removal, and the tiers that failed.
         self._removals: dict[Removal, tuple[int, list[str]]] = {}
 
-    def write(self, job: PageWrite | Removal) -> None:
+    def write(self, *jobs: PageWrite | Removal) -> None:
         """See `Mover.write`."""
-        if isinstance(job, PageWrite):
-            self._lane_of[next(iter(job.tiers))].write(job)
-            return
-        if not self._lanes:
-            self._results.put([Removed(job, ())])
-            return
-        self._removals[job] = len(self._lanes), []
-        for lane in self._lanes:
-            lane.write(job)
+        by_lane: dict[MoverThreads, list[PageWrite | Removal]] = {lane: [] for lane in self._lanes}
+        for job in jobs:
+            if isinstance(job, PageWrite):
+                by_lane[self._lane_of[next(iter(job.tiers))]].append(job)
+            elif not self._lanes:
+                self._results.put([Removed(job, ())])
+            else:
+                self._removals[job] = len(self._lanes), []
+                for in_lane in by_lane.values():
+                    in_lane.append(job)
+        for lane, in_lane in by_lane.items():
+            if in_lane:
+                lane.write(*in_lane)
 
     def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""

@@ -45,8 +45,8 @@ MAINTAIN_S = 1.0
 class Mover(Protocol):
     """Carries jobs out, in other threads or later; `MoverThreads`, and a fake in tests."""
 
-    def write(self, job: PageWrite | Removal) -> None:
-        """Queue a job of the writer; these keep their order."""
+    def write(self, *jobs: PageWrite | Removal) -> None:
+        """Queue jobs of the writer; these keep their order."""
 
     def read(self, job: ReaderJob) -> None:
         """Queue a job of the readers; a look-up goes before all others, for it is short."""
@@ -73,6 +73,7 @@ class StoreJobs:
 
     def write(self, writes: Sequence[PageWrite]) -> list[Written]:
         """Put pages into each store that they are for."""
+        begin_s = time.thread_time()
         outcomes: list[dict[str, WriteOutcome]] = [{} for _ in writes]
         for tier, store in self._stores.items():
             mine = [index for index, write in enumerate(writes) if tier in write.tiers]
@@ -92,7 +93,10 @@ class StoreJobs:
                 continue
             for index, outcome in zip(mine, written, strict=True):
                 outcomes[index][tier] = outcome
-        return [Written(write, by_tier) for write, by_tier in zip(writes, outcomes, strict=True)]
+        cpu_s = (time.thread_time() - begin_s) / len(writes)
+        return [
+            Written(write, by_tier, cpu_s) for write, by_tier in zip(writes, outcomes, strict=True)
+        ]
 
     def run(self, job: ReaderJob) -> ReadEnded | ProbeEnded | LookedUp:
         """Carry out a job of the readers."""
@@ -277,7 +281,9 @@ class MoverThreads:
     def __init__(self, stores: Sequence[PageStore], results: ResultQueue | None = None) -> None:
         self._jobs = StoreJobs(stores)
         self._results = ResultQueue() if results is None else results
-        self._changed = threading.Condition()
+        # One lock, and a condition for each kind of thread: a page to write wakes no reader.
+        lock = threading.Lock()
+        self._to_write, self._to_read = threading.Condition(lock), threading.Condition(lock)
         self._writes = WriterQueue()
         self._reads: deque[ReaderJob] = deque()
         self._is_closing = False
@@ -287,17 +293,17 @@ class MoverThreads:
         self._writer = threading.Thread(target=self._run_writer, name="ramify-tier-w", daemon=True)
         self._writer.start()
 
-    def write(self, job: PageWrite | Removal) -> None:
+    def write(self, *jobs: PageWrite | Removal) -> None:
         """See `Mover.write`."""
-        with self._changed:
-            needless = self._writes.put(job)
-            self._changed.notify_all()
+        with self._to_write:
+            needless = [removal for job in jobs for removal in self._writes.put(job)]
+            self._to_write.notify()
         if needless:
             self._results.put([Removed(removal, ()) for removal in needless])
 
     def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""
-        with self._changed:
+        with self._to_read:
             if isinstance(job, PageLookUp):
                 self._reads.appendleft(job)
             else:
@@ -307,7 +313,7 @@ class MoverThreads:
                 reader = threading.Thread(target=self._run_reader, name=name, daemon=True)
                 self._readers.append(reader)
                 reader.start()
-            self._changed.notify_all()
+            self._to_read.notify()
 
     def take_results(self) -> list[Result]:
         """See `Mover.take_results`."""
@@ -325,17 +331,18 @@ class MoverThreads:
 
     def begin_close(self) -> None:
         """Let the threads end; `close` waits for that."""
-        with self._changed:
+        with self._to_write:
             self._is_closing = True
-            self._changed.notify_all()
+            self._to_write.notify_all()
+            self._to_read.notify_all()
 
     def _run_reader(self) -> None:
         _lower_priority()
         while True:
-            with self._changed:
+            with self._to_read:
                 self._num_idle_readers += 1
                 while not self._reads and not self._is_closing:
-                    self._changed.wait()
+                    self._to_read.wait()
                 self._num_idle_readers -= 1
                 if self._is_closing:
                     return
@@ -346,9 +353,9 @@ class MoverThreads:
         _lower_priority()
         maintained_s = time.monotonic()
         while True:
-            with self._changed:
+            with self._to_write:
                 if not self._writes and not self._is_closing:
-                    self._changed.wait(MAINTAIN_S)
+                    self._to_write.wait(MAINTAIN_S)
                 jobs = self._writes.take()
                 is_over = self._is_closing and not jobs
             if is_over:
