@@ -1,4 +1,4 @@
-"""docs/guides/find-your-lost-cache-hits.md is true: its commands run and say what the page shows."""
+"""docs/tutorials/lost-hits.md is true: its commands run and say what the page shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "guides" / "find-your-lost-cache-hits.md"
+PAGE = ROOT / "docs" / "tutorials" / "lost-hits.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 COMMANDS = [
     line
