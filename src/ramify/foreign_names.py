@@ -11,26 +11,34 @@ from collections.abc import Mapping
 
 _CONTEXT = "use `max_model_len`"
 _POOL = "use `kv_cache_tokens` or `kv_cache_memory`"
-_CPU = "Ramify runs on CPU; device='cuda' is one GPU, by plain torch operations"
+_CPU = "Ramify runs on CPU; `device=cuda` computes on a GPU, which is not tested yet"
 _ONE_PROCESS = "not served yet; `tensor_parallel_size` shares a model between processes"
 _THREADS = "set OMP_NUM_THREADS in the environment"
 _QUANTIZED = "use `quantize`; a checkpoint that is quantised says so itself"
 _LORA = "LoRA is not served yet; merge the adapter into the weights"
-_OFFLOAD = "K/V in host memory or on disk is not served yet"
+_TIERS = "use `cache_dir` (disk), `cache_store` (a shared server) or `cache_host` (memory)"
+_WEIGHTS_ELSEWHERE = "all weights are on one device; leave it out"
+_REPLICAS = "--replicas N of ramify serve starts N engines behind one address"
+_ROUTES_EVENTS = "--kv-events ADDRESS of ramify serve publishes what the cache stores and removes"
+_NO_LOG_TEXT = (
+    "the log has no text of a request; --record FILE of ramify serve keeps hashes of its tokens"
+)
+_NO_REMOTE_TOOLS = "the server runs no tools; the client does"
+_NO_CUT = "a prompt that is too long is refused, never cut; leave it out"
 _DRAFT_MODEL = "draft models are not served yet; `speculative=auto` drafts from the text"
 _DRAFTS = "use `speculative` and `max_draft_tokens`"
 _MODEL_ARGUMENT = "the model is the first argument"
 _TOKENIZER = "the checkpoint's own tokenizer is used"
 _TEMPLATE = "the checkpoint's own chat template is used"
 _NO_CODE = "code of a checkpoint is never run; leave it out"
-_NO_GRAPHS = "there are no CUDA graphs on CPU; leave it out"
+_NO_GRAPHS = "CUDA graphs are off unless `decode_graphs` is on; leave it out"
 _NO_COMPILE = "the CPU kernels are compiled in any case; leave it out"
 _MAPPED = "weights are read as the system needs; leave it out"
 _ROPE = "the checkpoint's config.json says it"
 _MEDIA = "image and audio inputs are not served yet"
 _HUB_CACHE = "set HF_HUB_CACHE in the environment"
-_SEED = "draws have the `seed` of SamplingParams, or of the request"
-_STRUCTURED = "install ramify[structured]; `structured` of SamplingParams names the format"
+_SEED = "each request has a seed; leave it out"
+_STRUCTURED = "install ramify[structured]; each request names its format"
 _BY_DEFAULT = "on by default; leave it out"
 _CALLS = "tool calls are on by default; leave it out"
 _PROXY = "put a proxy with TLS before the server"
@@ -67,7 +75,10 @@ ENGINE_NAMES: Mapping[str, str] = {
     "max_concurrent_requests": "use `max_num_seqs`",
     "n_parallel": "use `max_num_seqs`",
     "parallel": "use `max_num_seqs`",
-    "max_queued_requests": "use `max_waiting`",
+    **dict.fromkeys(("max_queued_requests", "max_num_queued_reqs"), "use `max_waiting`"),
+    "max_num_queued_tokens": "use `max_waiting_tokens`",
+    "kv_unified": "all requests share one pool; leave it out",
+    **dict.fromkeys(("context_shift", "keep", "allow_auto_truncate"), _NO_CUT),
     "kv_cache_dtype": "use `kv_dtype`",
     **dict.fromkeys(("cache_type_k", "cache_type_v", "type_k", "type_v"), "use `kv_dtype`"),
     # the cache
@@ -78,18 +89,47 @@ ENGINE_NAMES: Mapping[str, str] = {
     "radix_eviction_policy": "use `policy`",
     "prefix_caching_hash_algo": "the cache compares tokens, not hashes; leave it out",
     "enable_deterministic_inference": "on by default: `exact`",
+    "prefix_match_unit": "tokens inside a page are reused too: `partial_pages`",
     **dict.fromkeys(
-        ("swap_space", "cpu_offload_gb", "kv_transfer_config", "kv_offloading_size"), _OFFLOAD
+        (
+            "swap_space",
+            "kv_transfer_config",
+            "kv_offloading_size",
+            "kv_offloading_backend",
+            "enable_hierarchical_cache",
+            "hicache_ratio",
+            "hicache_size",
+            "hicache_storage_backend",
+            "enable_lmcache",
+            "slot_save_path",
+            "cache_ram",
+        ),
+        _TIERS,
     ),
+    "hicache_write_policy": "pages are written when they are used again or evicted; leave it out",
+    **dict.fromkeys(("cpu_offload_gb", "cpu_moe", "n_cpu_moe"), _WEIGHTS_ELSEWHERE),
+    "kv_events_config": _ROUTES_EVENTS,
     **dict.fromkeys(
-        ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "slot_save_path"), _OFFLOAD
+        ("swa_full", "ctx_checkpoints"), "a sliding window is a mask over the pages; leave it out"
     ),
+    **dict.fromkeys(("slots", "props"), "see /v1/cache and /v1/activity of the server"),
     # scheduling
     "enable_chunked_prefill": "on by default: `max_batch_tokens` is the size of a chunk",
     "cont_batching": _BY_DEFAULT,
-    "async_scheduling": "not there on CPU; leave it out",
-    "scheduling_policy": "each request has a `priority`; leave it out",
-    "schedule_policy": "each request has a `priority`; leave it out",
+    "async_scheduling": "use `overlap`",
+    "disable_overlap_schedule": "use `overlap=off`",
+    **dict.fromkeys(
+        ("scheduling_policy", "schedule_policy", "enable_priority_scheduling"),
+        "each request has a priority; leave it out",
+    ),
+    "enable_mixed_chunk": "prompts and decodes share steps by default; leave it out",
+    **dict.fromkeys(
+        ("num_continuous_decode_steps", "stream_interval"),
+        "each step's tokens are sent at once; leave it out",
+    ),
+    "watchdog_timeout": "use `step_timeout_s`",
+    "warmup": _BY_DEFAULT,
+    "warmups": "--warm FILE of ramify serve computes prompts before it is ready",
     "schedule_conservativeness": "the scheduler preempts when pages run out; leave it out",
     # devices and processes
     **dict.fromkeys(("device_map", "main_gpu", "gpu", "gpus", "num_gpus", "cuda"), _CPU),
@@ -99,18 +139,20 @@ ENGINE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "pipeline_parallel_size",
-            "data_parallel_size",
-            "enable_expert_parallel",
             "distributed_executor_backend",
-            "dp_size",
-            "dp",
             "pp_size",
             "pp",
-            "ep_size",
-            "workers",
-            "api_server_count",
+            "rpc",
+            "disaggregation_mode",
         ),
         _ONE_PROCESS,
+    ),
+    **dict.fromkeys(
+        ("data_parallel_size", "dp_size", "dp", "workers", "api_server_count"), _REPLICAS
+    ),
+    **dict.fromkeys(
+        ("enable_expert_parallel", "ep_size"),
+        "`tensor_parallel_size` gives each process its own experts",
     ),
     **dict.fromkeys(("tp_size", "tp"), "use `tensor_parallel_size`"),
     **dict.fromkeys(
@@ -121,7 +163,7 @@ ENGINE_NAMES: Mapping[str, str] = {
         ("enforce_eager", "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs"), _NO_GRAPHS
     ),
     "max_seq_len_to_capture": _NO_GRAPHS,
-    "disable_custom_all_reduce": _ONE_PROCESS,
+    "disable_custom_all_reduce": "there is no such kernel; leave it out",
     "compilation_config": _NO_COMPILE,
     "enable_torch_compile": _NO_COMPILE,
     # model and weights
@@ -138,7 +180,9 @@ ENGINE_NAMES: Mapping[str, str] = {
     "load_format": "the files say what they are; leave it out",
     "use_safetensors": "the files say what they are; leave it out",
     "low_cpu_mem_usage": _MAPPED,
-    **dict.fromkeys(("use_mmap", "mmap", "no_mmap", "use_mlock", "mlock"), _MAPPED),
+    **dict.fromkeys(("use_mmap", "mmap", "no_mmap", "use_mlock", "mlock", "load_mode"), _MAPPED),
+    "model_impl": "`ramify info` says which implementation runs; leave it out",
+    "models_dir": "a server has one model; start one for each",
     "trust_remote_code": _NO_CODE,
     "download_dir": _HUB_CACHE,
     "hf_token": "set HF_TOKEN in the environment",
@@ -146,11 +190,17 @@ ENGINE_NAMES: Mapping[str, str] = {
     "local_files_only": "use `offline`",
     "code_revision": _NO_CODE,
     "hf_overrides": "change the checkpoint's config.json",
+    "override_kv": "change the file's metadata",
     **dict.fromkeys(
         ("tokenizer", "tokenizer_path", "tokenizer_mode", "tokenizer_revision"), _TOKENIZER
     ),
     "skip_tokenizer_init": "prompts may be token ids in any case; leave it out",
     **dict.fromkeys(("chat_template", "chat_format"), _TEMPLATE),
+    **dict.fromkeys(
+        ("default_chat_template_kwargs", "chat_template_kwargs", "reasoning_budget"),
+        "each request may send chat_template_kwargs",
+    ),
+    "reasoning_format": "use --reasoning-parser of ramify serve",
     "jinja": _BY_DEFAULT,
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_freq_base", "rope_freq_scale"), _ROPE),
     **dict.fromkeys(
@@ -165,15 +215,35 @@ ENGINE_NAMES: Mapping[str, str] = {
         ),
         _LORA,
     ),
-    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "mmproj"), _MEDIA),
+    **dict.fromkeys(
+        ("limit_mm_per_prompt", "mm_processor_kwargs", "mmproj", "enable_multimodal"), _MEDIA
+    ),
     # attention and speculation
     "attn_implementation": "use `attention_backend`",
     "flash_attn": "use `attention_backend`; the default is right on CPU",
     "disable_sliding_window": "windows of the model are always kept; leave it out",
-    **dict.fromkeys(("speculative_config", "num_speculative_tokens"), _DRAFTS),
-    **dict.fromkeys(("speculative_algorithm", "speculative_num_draft_tokens"), _DRAFTS),
     **dict.fromkeys(
-        ("draft_model", "model_draft", "speculative_model", "speculative_draft_model_path"),
+        (
+            "speculative_config",
+            "num_speculative_tokens",
+            "speculative_algorithm",
+            "speculative_num_draft_tokens",
+            "spec_method",
+            "spec_type",
+            "spec_tokens",
+            "spec_draft_n_max",
+            "lookup_cache_dynamic",
+        ),
+        _DRAFTS,
+    ),
+    **dict.fromkeys(
+        (
+            "draft_model",
+            "model_draft",
+            "spec_model",
+            "speculative_model",
+            "speculative_draft_model_path",
+        ),
         _DRAFT_MODEL,
     ),
     # answers
@@ -184,27 +254,45 @@ ENGINE_NAMES: Mapping[str, str] = {
         ("guided_decoding_backend", "structured_outputs_config", "grammar_backend"), _STRUCTURED
     ),
     **dict.fromkeys(
-        ("task", "runner", "embedding", "embeddings", "is_embedding"),
+        ("task", "runner", "embedding", "embeddings", "is_embedding", "reranking"),
         "every model answers and embeds; leave it out",
     ),
     "use_cache": "K/V is always kept; `prefix_cache` shares it between requests",
     # the server
     "sampling_defaults": "use `generation_config`",
+    "override_generation_config": "use `generation_config` with a directory that has the file",
+    "exclude_tools_when_tool_choice_none": "use --drop-forbidden-tools of ramify serve",
+    "enable_force_include_usage": "streams have usage if they ask with include_usage",
+    "enable_custom_logit_processor": "not served; a request may send logit_bias",
+    "tools": _NO_REMOTE_TOOLS,
     "enable_auto_tool_choice": _CALLS,
     "enable_reasoning": "reasoning is parsed by default; leave it out",
     "enable_prompt_tokens_details": _BY_DEFAULT,
     "enable_cache_report": _BY_DEFAULT,
     "enable_metrics": "on by default, at /metrics; leave it out",
     "metrics": "on by default, at /metrics; leave it out",
+    "ui": _BY_DEFAULT,
+    "kv_cache_metrics": "how long pages stay is not measured; leave it out",
     "alias": "use `served_model_name`",
-    "disable_log_requests": "the log has no text of a request; leave it out",
+    **dict.fromkeys(
+        ("disable_log_requests", "enable_log_requests", "log_requests", "log_prompts_dir"),
+        _NO_LOG_TEXT,
+    ),
+    **dict.fromkeys(("log_disable", "log_file"), "the log goes to stderr; redirect it"),
+    "admin_api_key": "use --admin-key of ramify serve",
+    "cors_origins": "use --allowed-origins of ramify serve",
+    "shutdown_timeout": "use --drain-seconds of ramify serve",
+    "timeout": "a request has no time limit; leave it out",
+    "threads_http": "requests are tokenised in threads of their own; leave it out",
     "disable_log_stats": "`log_format` chooses the form of the log; leave it out",
     "uvicorn_log_level": "`log_format` chooses the form of the log; leave it out",
     "log_level": "`log_format` chooses the form of the log; leave it out",
     "verbose": "leave it out",
-    "ssl_keyfile": _PROXY,
-    "ssl_certfile": _PROXY,
-    "root_path": "put a proxy before the server",
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_key_file", "ssl_cert_file"), _PROXY),
+    **dict.fromkeys(
+        ("root_path", "fastapi_root_path", "api_prefix", "middleware"),
+        "put a proxy before the server",
+    ),
 }
 
 # Sampling parameters: what to use in their place, or why there is nothing.
@@ -217,6 +305,7 @@ PARAM_NAMES: Mapping[str, str] = {
             "max_output_tokens",
             "n_predict",
             "num_predict",
+            "predict",
         ),
         "use `max_tokens`",
     ),
