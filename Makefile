@@ -59,11 +59,12 @@ format: $(DEV)  ## rewrite what ruff can
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
 
-options: $(DEV)  ## rewrite the pages of docs/ that are made of code: options, models, causes, op records
+options: $(DEV)  ## rewrite the pages of docs/ that are made of code: options, models, causes, op records, options of other engines
 	@PYTHONPATH=src $(BIN)/python scripts/options_table.py
 	@PYTHONPATH=src $(BIN)/python scripts/causes_table.py
 	@PYTHONPATH=src:. $(BIN)/python scripts/models_table.py
 	@PYTHONPATH=src $(BIN)/python scripts/op_records.py
+	@PYTHONPATH=src $(BIN)/python scripts/coming_from.py
 
 docs: $(SITE)  ## the documentation as a site in build/site; a lost link is an error
 	@$(BIN)/python scripts/docs_site.py

@@ -278,7 +278,7 @@ ENGINE_NAMES: Mapping[str, str] = {
         ("disable_log_requests", "enable_log_requests", "log_requests", "log_prompts_dir"),
         _NO_LOG_TEXT,
     ),
-    **dict.fromkeys(("log_disable", "log_file"), "the log goes to stderr; redirect it"),
+    "log_disable": "the log goes to stderr; redirect it",
     "admin_api_key": "use --admin-key of ramify serve",
     "cors_origins": "use --allowed-origins of ramify serve",
     "shutdown_timeout": "use --drain-seconds of ramify serve",

@@ -1,35 +1,37 @@
 """The Python of every page runs: of these pages here, of the others in a test of their own."""
 
 import contextlib
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ramify import LLM, SamplingParams
+from ramify import LLM
+from tests.page_code import run_python
 from tests.pure.live_server import live
 from tests.pure.test_docs import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-# Page → the test that runs its blocks, or the reason why none does.
+# Page, or folder of pages → the test that runs its blocks.
 ELSEWHERE = {
     "docs/building-blocks.md": "tests/cpu/test_docs.py",
     "docs/cache-reference.md": "tests/pure/test_docs.py",
+    "docs/concepts": "tests/cpu/test_concepts.py",
     "docs/engine.md": "tests/cpu/test_engine_guide.py",
     "docs/own-engine.md": "tests/pure/test_docs.py",
     "docs/planner-and-attention.md": "tests/cpu/test_planner_docs.py",
     "docs/server.md": "tests/pure/test_server_docs.py",
     "docs/simulate.md": "tests/pure/analysis/test_simulate_docs.py",
+    "docs/tutorials": "tests/e2e/test_tutorials.py",
 }
 NOT_RUN = {"docs/clients.md": "packages that `make clients` installs"}
+CLIENTS = ("anthropic", "ollama", "openai")  # of the extra `dev`
 SERVER = "http://127.0.0.1:8000"
-# What a page leaves to its reader: `MODEL` names none that is here.
+# What a page leaves to its reader.
 STAND_INS = {
-    '"path/to/checkpoint"': '"ramify-tiny"',
-    "LLM(model,": 'LLM("ramify-tiny",',
+    'llm = LLM("path/to/checkpoint",': 'from ramify import LLM\nllm = LLM("ramify-tiny",',
+    "llm = LLM(model,": 'from ramify import LLM\nllm = LLM("ramify-tiny",',
     '"/var/cache/ramify"': '"cache"',
 }
 
@@ -44,17 +46,23 @@ def pages_with_python() -> list[str]:
     ]
 
 
-PAGES = [page for page in pages_with_python() if page not in ELSEWHERE | NOT_RUN]
+def runner_of(page: str) -> str | None:
+    """Path of the test that runs a page's blocks, if it is another one."""
+    return ELSEWHERE.get(page, ELSEWHERE.get(Path(page).parent.as_posix()))
+
+
+PAGES = [page for page in pages_with_python() if not runner_of(page) and page not in NOT_RUN]
 
 
 @contextlib.contextmanager
-def server_for(code: str) -> Iterator[str]:
-    """The code with the URL of a running server in place of the usual one, if it calls one."""
-    if SERVER not in code:
-        yield code
+def stand_ins_for(text: str) -> Iterator[dict[str, str]]:
+    """What stands for texts of a page: a running server for the usual address, a model that is here."""
+    replaced = {name: value for name, value in STAND_INS.items() if name in text}
+    if not any(SERVER in code for code in blocks(text, "python")):
+        yield replaced
         return
     with live(model="ramify-tiny") as server:
-        yield code.replace(SERVER, server.url)
+        yield replaced | {SERVER: server.url}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -63,28 +71,23 @@ def test_every_block_of_python_runs(
 ) -> None:
     """In order, in one namespace and an empty folder; they print what the page shows, if it does."""
     text = (ROOT / page).read_text(encoding="utf-8")
+    for client in CLIENTS:
+        if f"import {client}\n" in text:
+            pytest.importorskip(client)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams}
-    printed = io.StringIO()
-    code = "\n".join(blocks(text, "python"))
-    for name, value in STAND_INS.items():
-        code = code.replace(name, value)
 
-    with server_for(code) as here, contextlib.redirect_stdout(printed):
-        exec(compile(here, page, "exec"), names)
+    with stand_ins_for(text) as replaced:
+        names = run_python(text, page, replaced)
 
-    shown = "".join(blocks(text, "text"))
-    if shown:
-        assert printed.getvalue() == shown
     for value in list(names.values()):
         if isinstance(value, LLM):
             value.close()
 
 
-@pytest.mark.parametrize("page", ELSEWHERE)
+@pytest.mark.parametrize("page", [page for page in pages_with_python() if runner_of(page)])
 def test_the_test_of_a_page_reads_it(page: str) -> None:
-    """The table names tests that have the page's name."""
-    test = (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
+    """The table names tests that have the page's name, or that of its folder."""
+    file = ROOT / str(runner_of(page))
+    name = Path(page).stem if page in ELSEWHERE else Path(page).parent.name
 
-    assert re.search(rf"\b{Path(page).stem}\b", test)
-    assert page in pages_with_python()
+    assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))
