@@ -27,6 +27,7 @@ from ramify.server.app import Server
 from ramify.server.http.connection_limit import ConnectionLimit
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.service import RequestService
+from ramify.server.telemetry.options import OtlpOptions
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import Gate
@@ -133,12 +134,13 @@ def live(
     model: str = "fake",
     protocol: type[TimeoutProtocol] = TimeoutProtocol,
     connections: ConnectionLimit | None = None,
+    otlp: OtlpOptions | None = None,
     **options: Any,
 ) -> Iterator[Live]:
     """Start a server; it listens until the end of the block."""
     llm, gate = fake_engine(**options)
     service = RequestService(llm, TOKENIZER, model=model)
-    server = Server(service, keys, local_admin=local_admin)
+    server = Server(service, keys, local_admin=local_admin, otlp=otlp)
     started: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
     def on_listening(url: str) -> str:

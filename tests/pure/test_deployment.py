@@ -18,6 +18,7 @@ from ramify.engine.core import CLOSE_LIMIT_S
 from ramify.server.http.wire import MAX_BODY_BYTES
 from ramify.server.operations.tier_metrics import tier_metrics
 from ramify.server.run import CLOSE_S, KEEP_ALIVE_S, ServeOptions
+from ramify.server.telemetry import server_telemetry
 from tests.pure.cluster_bench import run
 from tests.pure.live_server import live
 from tests.pure.server_bench import TOOL_TEMPLATE, chat
@@ -28,9 +29,8 @@ yaml: Any = pytest.importorskip("yaml")
 pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-END_S = (
-    CLOSE_S + CLOSE_LIMIT_S
-)  # after the drain: connections are closed, pages written to the disk tier
+# After the drain: connections are closed, the last traces sent, pages written to the disk tier.
+END_S = CLOSE_S + CLOSE_LIMIT_S + server_telemetry.END_S
 METRIC = re.compile(r"\bramify_\w+")
 SERVE: Any = typer.main.get_command(app)
 OPTIONS = {option for each in SERVE.commands["serve"].params for option in each.opts}

@@ -38,6 +38,7 @@ from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.server.run import OpenClient, ServeOptions
+    from ramify.server.telemetry.options import OtlpOptions
 
 # Headings of the help page, and the flags below them that are no engine options.
 MODEL, CACHE, SAFETY, OPERATIONS = "Model", "Cache", "Safety", "Operations"
@@ -150,6 +151,14 @@ def serve(
         OperationsOption(help="Append a line of token hashes per request to this file."),
     ] = None,
     record_tokens: Annotated[bool, OperationsOption(help="Record token ids as well.")] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        OperationsOption(
+            metavar="URL",
+            help="Send traces and metrics to this OpenTelemetry collector by OTLP over HTTP, such as "
+            "http://127.0.0.1:4318 (`pip install 'ramify[otel]'`). Default: OTEL_EXPORTER_OTLP_ENDPOINT.",
+        ),
+    ] = None,
     log_format: Annotated[
         LogFormat, OperationsOption(help="Format of the lines on stderr.")
     ] = LogFormat.text,
@@ -220,13 +229,20 @@ def serve(
         events = kv_event_options(
             kv_events, kv_events_replay, kv_events_topic, kv_events_form, kv_events_tiers
         )
-        options = replace(options, kv_events=events)
+        options = replace(options, kv_events=events, otlp=otlp_options(otlp_endpoint))
         if replicas is None:
             cluster.require_replicas()
             code = serve(options)
         else:
             code = serve(*_cluster(options, replicas, cluster))
     raise typer.Exit(code)
+
+
+def otlp_options(endpoint: str | None) -> OtlpOptions | None:
+    """Where traces and metrics go; None: nowhere."""
+    from ramify.server.telemetry.options import OtlpOptions
+
+    return OtlpOptions.of(endpoint)
 
 
 def _cluster(

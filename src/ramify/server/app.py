@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget
 from ramify.server.http.browser_guard import BrowserGuard, BrowserRules, origin_name
 from ramify.server.http.wire import (
+    EVENT_STREAM,
+    NDJSON,
     PING_S,
     PINGS,
     Dialect,
@@ -39,6 +42,9 @@ from ramify.server.operations.request_log import log_rejected
 from ramify.server.prompts.jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import RequestService
+from ramify.server.telemetry.options import OtlpOptions
+from ramify.server.telemetry.request_spans import EndedRequest
+from ramify.server.telemetry.server_telemetry import ServerTelemetry
 from ramify.server.tenants import ApiKeys, Caller, Quota
 
 EXPOSED_HEADERS = ("X-Request-Id", "X-Cache", "X-Ramify-Warning", "Retry-After")
@@ -54,6 +60,7 @@ class Server:
         allowed_hosts: Host headers to answer; None: any. See `BrowserRules`.
         allowed_origins: origins of other sites whose pages may call and read answers. Without keys
             no other page may call; with keys it may, if it knows one, but not read.
+        otlp: where traces and metrics are sent; None: nowhere.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Server:
         local_admin: bool = True,
         allowed_hosts: Collection[str] | None = None,
         allowed_origins: Collection[str] = (),
+        otlp: OtlpOptions | None = None,
     ) -> None:
         self.service, self.keys = service, keys
         self.allowed_origins = tuple(map(origin_name, allowed_origins))
@@ -86,6 +94,7 @@ class Server:
             "memory of /v1/conversations",
             lambda: service.conversations.num_bytes,
         )
+        self.telemetry = None if otlp is None else ServerTelemetry(otlp, service, self.metrics)
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
         self.bodies = BodyBudget()
@@ -117,19 +126,25 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Ready while the application runs; the load monitor runs meanwhile."""
-        monitor = asyncio.create_task(LoadMonitor(self.service, self.metrics).run())
+        """Ready while the application runs; load monitor and telemetry run meanwhile."""
+        tasks = [asyncio.create_task(LoadMonitor(self.service, self.metrics).run())]
+        if self.telemetry is not None:
+            tasks.append(asyncio.create_task(self.telemetry.run()))
         self.health.is_ready = True
         try:
             yield
         finally:
             self.health.is_ready = False
-            monitor.cancel()
-            await asyncio.gather(monitor, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._prompt_workers.shutdown()
+            if self.telemetry is not None:
+                await self.telemetry.close()
 
     def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
+            start_ns = time.time_ns()
             dialect = endpoint.dialect_of(request)
             headers = _id_headers(request, dialect)
             context = self._context(request, headers)
@@ -147,7 +162,8 @@ class Server:
             except BaseException:
                 await context.close()
                 raise
-            count = partial(self.metrics.count_response, endpoint.path)
+            is_stream = response.media_type in {EVENT_STREAM, NDJSON}
+            count = partial(self._end_request, context, endpoint.path, is_stream, start_ns)
             ping = PINGS[dialect]
             return KeepAliveResponse(
                 response, context.close, count=count, ping_s=self.ping_s, ping=ping
@@ -161,6 +177,23 @@ class Server:
 
         handler = serve_open if endpoint.is_open else serve
         return [Route(path, handler, methods=[endpoint.method]) for path in endpoint.paths]
+
+    def _end_request(
+        self, context: RequestContext, route: str, is_stream: bool, start_ns: int, status: int
+    ) -> None:
+        """A response has been sent, or its client has gone: count it, and send its trace."""
+        self.metrics.count_response(route, status)
+        if self.telemetry is not None:
+            ended = EndedRequest(
+                route,
+                status,
+                is_stream,
+                context.caller.tenant,
+                start_ns,
+                time.time_ns(),
+                tuple(context.generations),
+            )
+            self.telemetry.end_request(ended, context.request.headers)
 
     def _context(self, request: Request, headers: dict[str, str]) -> RequestContext:
         return RequestContext(

@@ -98,6 +98,7 @@ class Generation:
     request: GenerationRequest
     caller: Caller
     created: int  # Unix seconds
+    arrival_ns: int  # when the engine got it, in nanoseconds since the epoch
     events: Stream
     first_output: StepOutput | None
     miss: CacheMiss | None

@@ -41,6 +41,7 @@ from ramify.server.operations.request_log import JsonFormatter, LineFile, log_re
 from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.replicas import Replicas
 from ramify.server.service import ANY_NAME, RequestService
+from ramify.server.telemetry.options import OtlpOptions
 from ramify.server.tenants import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class ServeOptions:
     max_connections: int | None = None
     max_connections_per_address: int | None = None
     kv_events: KvEventOptions | None = None  # None: none are published
+    otlp: OtlpOptions | None = None  # None: no traces or metrics are sent
 
     def connections(self) -> ConnectionLimit:
         """The limit of connections; raises this process's limit of descriptors if it can.
@@ -285,6 +287,7 @@ async def make_server(
         local_admin=is_local(options.host),
         allowed_hosts=hosts_to_answer(options, has_keys=keys is not None),
         allowed_origins=options.allowed_origins,
+        otlp=options.otlp,
     )
     if inputs.public is not None:
         public = await llm.cache.share(inputs.public)

@@ -211,6 +211,7 @@ class RequestService:
             caller.tenant, num_prompt=num_tokens, max_tokens=request.params.max_tokens
         )
         self.observe_live(caller.tenant)
+        arrival_ns = time.time_ns()
         try:
             events = self.engine.stream(
                 prompt.ids,
@@ -234,6 +235,7 @@ class RequestService:
                 request=request,
                 caller=caller,
                 created=int(time.time()),
+                arrival_ns=arrival_ns,
                 events=events,
                 first_output=first_output,
                 miss=self._first_miss(first_output, prompt),

@@ -201,8 +201,10 @@ class KeepAliveResponse:
             if pinger is not None:
                 pinger.cancel()
                 await asyncio.gather(pinger, return_exceptions=True)
-            self._count(self.response.status_code if self._is_sent else 499)
-            await self._close()
+            try:
+                self._count(self.response.status_code if self._is_sent else 499)
+            finally:
+                await self._close()
 
     async def _ping(self, send: Send) -> None:
         while True:

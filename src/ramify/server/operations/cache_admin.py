@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,7 +9,7 @@ from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from ramify.cache.types import CacheStats
-from ramify.errors import EngineStoppedError, NoReplicaError, PinError
+from ramify.errors import NoReplicaError, PinError
 from ramify.server.anthropic.messages_request import read_count_request
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest
 from ramify.server.context import RequestContext
@@ -36,7 +34,7 @@ from ramify.server.openai.responses.protocol import ResponsesRequest
 from ramify.server.openai.responses.request import response_to_generation
 from ramify.server.openai.responses.store import EarlierTurns, earlier_turns
 from ramify.server.openai.unsupported import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
-from ramify.server.operations.metrics import CONTENT_TYPE
+from ramify.server.operations.metrics import CONTENT_TYPE, READ_S
 from ramify.server.prompts.renderer import RenderedPrompt
 from ramify.server.replicas import ReplicaState, ReplicaStats
 from ramify.server.request_fields.unsupported_fields import decode_request
@@ -53,7 +51,6 @@ AnyRequest = (
 )
 # Fields that only Ollama's API has.
 OLLAMA_ONLY = frozenset({"context", "format", "options", "raw", "think"})
-READ_S = 2.0  # a scrape does not wait for a long step
 CLEAR_PARAMETERS = (
     ("prefix", "string"),
     ("tenant", "string"),
@@ -323,13 +320,5 @@ def render_any_request(
 
 async def metrics(context: RequestContext) -> Response:
     """GET /metrics; without an answer of the engine, its values are those of the last scrape."""
-    engine, exported = context.service.engine, context.metrics
-    replicas = engine.replicas
-    exported.replicas.watch(replicas)
-    if replicas is not None:
-        exported.engine.show_replicas(await replicas.stats(READ_S))
-    else:
-        with suppress(TimeoutError, EngineStoppedError):
-            async with asyncio.timeout(READ_S):
-                exported.engine.show(await engine.stats())
+    await context.metrics.read_engine(context.service.engine, READ_S)
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE)

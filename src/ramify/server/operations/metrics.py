@@ -6,21 +6,26 @@ A new metric of engine or cache: a field of `EngineStats` or `CacheStats`, a row
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ramify.engine.context import EngineStats
+from ramify.errors import EngineStoppedError
 from ramify.outputs import StepOutput
+from ramify.server.engine_client import EngineClient
 from ramify.server.generation import Generation
 from ramify.server.operations.replica_metrics import ReplicaCollector, RunningTotals
 from ramify.server.operations.tier_metrics import tier_metrics
 from ramify.server.replicas import ClusterStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+READ_S = 2.0  # a scrape does not wait for a long step
 # Upper bounds of histogram buckets.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 GAP_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
@@ -295,6 +300,17 @@ class Metrics:
         self._queue.add(times.queue_s)
         self._prompt_sizes.add(float(num_prompt))
         self._output_sizes.add(float(output.usage.completion_tokens))
+
+    async def read_engine(self, engine: EngineClient, timeout_s: float) -> None:
+        """Read the engine's counters, or those of each replica; without an answer, the last ones stay."""
+        replicas = engine.replicas
+        self.replicas.watch(replicas)
+        if replicas is not None:
+            self.engine.show_replicas(await replicas.stats(timeout_s))
+            return
+        with suppress(TimeoutError, EngineStoppedError):
+            async with asyncio.timeout(timeout_s):
+                self.engine.show(await engine.stats())
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
