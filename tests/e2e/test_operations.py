@@ -31,12 +31,12 @@ def test_the_start_tells_what_is_served(server: Running) -> None:
 
 
 def test_warm_prompts_are_there_before_the_first_request(tmp_path: Path) -> None:
-    """With --warm; and --record writes a line per request, without text."""
+    """With --warm; --record writes a line per request, without text, and --log-file the log."""
     text = "The old bridge of Rome was built by Marcus and stands near the market by the river."
-    warm, record = tmp_path / "warm.jsonl", tmp_path / "record.jsonl"
+    warm, record, log = (tmp_path / name for name in ("warm.jsonl", "record.jsonl", "ramify.log"))
     warm.write_text(json.dumps({"prompt": text}) + "\n")
-    options = ("--warm", str(warm), "--record", str(record), "--log-format", "json")
-    running = start_server(tmp_path / "log", *options)
+    files = ("--warm", str(warm), "--record", str(record), "--log-file", str(log))
+    running = start_server(tmp_path / "stderr", *files, "--log-format", "json")
 
     client = running.openai()
     usage = client.completions.create(model="ramify-tiny", prompt=text, max_tokens=2).usage
@@ -46,9 +46,10 @@ def test_warm_prompts_are_there_before_the_first_request(tmp_path: Path) -> None
     [line] = record.read_text().splitlines()
     assert json.loads(line)["input_length"] == usage.prompt_tokens
     assert "Rome" not in line
-    entries = [json.loads(line) for line in running.log.splitlines() if line.startswith("{")]
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
     assert any(entry.get("prompt") == usage.prompt_tokens for entry in entries)
-    assert "Rome" not in running.log
+    assert "Rome" not in log.read_text() + running.log
+    assert not [line for line in running.log.splitlines() if line.startswith("{")]
 
 
 def test_a_public_prefix_is_read_by_every_key(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ramify.cli.kv_event_options import (
     kv_event_options,
 )
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
-from ramify.cli.serve import CacheOption, LogFormat, OperationsOption
+from ramify.cli.serve import CacheOption, LogFile, LogFormat, OperationsOption
 
 
 @engine_options(panels=PANELS, max_waiting=1024)
@@ -48,8 +48,9 @@ def replica(
     kv_events_tiers: Tiers = False,
     name: Annotated[str, OperationsOption(help="Name in each line of the log.")] = "",
     log_format: Annotated[
-        LogFormat, OperationsOption(help="Format of the lines on stderr.")
+        LogFormat, OperationsOption(help="Format of log lines.")
     ] = LogFormat.text,
+    log_file: LogFile = None,
     drain_seconds: Annotated[
         float, OperationsOption(min=0, help="Time for live requests to end at shutdown.")
     ] = 30.0,
@@ -74,6 +75,7 @@ def replica(
             public=public,
             name=name,
             log_json=log_format is LogFormat.json,
+            log_file=log_file,
             drain_s=drain_seconds,
             kv_events=kv_event_options(
                 kv_events, kv_events_replay, kv_events_topic, kv_events_form, kv_events_tiers

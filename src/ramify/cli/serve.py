@@ -47,6 +47,15 @@ SafetyOption = partial(typer.Option, rich_help_panel=SAFETY)
 OperationsOption = partial(typer.Option, rich_help_panel=OPERATIONS)
 
 
+LogFile = Annotated[
+    Path | None,
+    OperationsOption(
+        help="Append log lines to this file in place of stderr; when it is renamed, the next line makes "
+        "a new one."
+    ),
+]
+
+
 class LogFormat(str, Enum):
     """Format of log lines."""
 
@@ -160,8 +169,9 @@ def serve(
         ),
     ] = None,
     log_format: Annotated[
-        LogFormat, OperationsOption(help="Format of the lines on stderr.")
+        LogFormat, OperationsOption(help="Format of log lines.")
     ] = LogFormat.text,
+    log_file: LogFile = None,
     drain_seconds: Annotated[
         float, OperationsOption(min=0, help="Time for live requests to end at shutdown.")
     ] = 30.0,
@@ -214,6 +224,7 @@ def serve(
         record=record,
         record_tokens=record_tokens,
         log_json=log_format is LogFormat.json,
+        log_file=log_file,
         drain_s=drain_seconds,
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
@@ -277,6 +288,7 @@ def _cluster(
             warm=options.warm,
             public=options.public,
             log_json=options.log_json,
+            log_file=options.log_file,
         )
         # Each replica computes them when it starts, those that take another's place as well.
         return replace(options, warm=None), partial(local_cluster, local, routes=routes)

@@ -45,6 +45,7 @@ class ChildSpec(Struct, frozen=True):
     memory_parts: int = 1
     drain_s: float = 30.0
     log_json: bool = False
+    log_file: str | None = None
     host: str = "127.0.0.1"
 
     def options(self) -> ReplicaOptions:
@@ -63,6 +64,7 @@ class ChildSpec(Struct, frozen=True):
             public=None if self.public is None else Path(self.public),
             name=self.name,
             log_json=self.log_json,
+            log_file=None if self.log_file is None else Path(self.log_file),
             drain_s=self.drain_s,
             memory_parts=self.memory_parts,
         )

@@ -46,6 +46,7 @@ class LocalOptions:
     warm: Path | None = None
     public: Path | None = None
     log_json: bool = False
+    log_file: Path | None = None  # None: stderr
     host: str = "127.0.0.1"
     tls: TlsFiles | None = None
     drain_s: float = 30.0
@@ -190,6 +191,7 @@ class Child:
             public=None if options.public is None else str(options.public.resolve()),
             memory_parts=memory_parts,
             log_json=options.log_json,
+            log_file=None if options.log_file is None else str(options.log_file.resolve()),
             host=options.host,
             tls=options.tls,
             drain_s=options.drain_s,

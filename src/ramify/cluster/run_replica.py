@@ -22,7 +22,7 @@ from ramify.server.kv_events.feed import published
 from ramify.server.kv_events.options import KvEventOptions
 from ramify.server.operations.engine_end import CHECK_S, ENGINE_FAILED, exit_if_stuck
 from ramify.server.operations.stderr_writer import stderr_in_background
-from ramify.server.run import compile_kernels, frozen_heap, log_to_stderr
+from ramify.server.run import compile_kernels, frozen_heap, log_to_file, log_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class ReplicaOptions:
     public: Path | None = None
     name: str = ""  # in log lines
     log_json: bool = False
+    log_file: Path | None = None  # None: stderr
     drain_s: float = 30.0
     memory_parts: int = 1  # engines that share the memory of this machine
     kv_events: KvEventOptions | None = None  # None: none are published
@@ -92,7 +93,10 @@ def run_replica(options: ReplicaOptions, stages: Stages) -> int:
     public = None if options.public is None else read_prompts(options.public)
     warm = None if options.warm is None else read_prompts(options.warm)
     with stderr_in_background():
-        log_to_stderr(options.log_json, replica=options.name)
+        if options.log_file is None:
+            log_to_stderr(options.log_json, replica=options.name)
+        else:
+            log_to_file(options.log_file, options.log_json, replica=options.name)
         try:
             llm = AsyncLLM(
                 options.model,

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +39,13 @@ from ramify.server.kv_events.feed import published
 from ramify.server.kv_events.options import KvEventOptions
 from ramify.server.operations.engine_end import ENGINE_FAILED, end_engine
 from ramify.server.operations.kv_event_metrics import KvEventCollector
-from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
+from ramify.server.operations.request_log import (
+    JsonFormatter,
+    LineFile,
+    LogFileHandler,
+    log_request,
+    trace_line,
+)
 from ramify.server.operations.stderr_writer import stderr_in_background
 from ramify.server.replicas import Replicas
 from ramify.server.service import ANY_NAME, RequestService
@@ -85,6 +93,7 @@ class ServeOptions:
     record: Path | None = None
     record_tokens: bool = False
     log_json: bool = False
+    log_file: Path | None = None  # None: stderr
     drain_s: float = 30.0
     max_connections: int | None = None
     max_connections_per_address: int | None = None
@@ -158,7 +167,10 @@ def serve(options: ServeOptions, open_client: OpenClient | None = None) -> int:
     with stderr_in_background(), ExitStack() as sockets:
         inputs = ServeInputs.of(options)
         bound = bind_address(options.host, options.port)
-        log_to_stderr(options.log_json)
+        if options.log_file is None:
+            log_to_stderr(options.log_json)
+        else:
+            log_to_file(options.log_file, options.log_json)
         sys.setswitchinterval(SWITCH_S)
         for sock in bound:
             sockets.enter_context(sock)
@@ -425,9 +437,25 @@ def log_to_stderr(as_json: bool, *, replica: str = "") -> None:
     Args:
         replica: the name, for each line, of the replica that this process is; "": it is none.
     """
+    _log_to(logging.StreamHandler(), as_json, replica)
+
+
+def log_to_file(path: Path, as_json: bool, *, replica: str = "") -> None:
+    """The same to a file, which may be renamed; SIGHUP is ignored from now on.
+
+    Programs that rotate logs send it to those that would go on writing to the renamed file.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+    _log_to(LogFileHandler(path), as_json, replica)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _log_to(handler: logging.Handler, as_json: bool, replica: str) -> None:
     name = f"replica {replica} " if replica else ""
     text = logging.Formatter(f"%(asctime)s %(levelname)s {name}%(name)s: %(message)s")
-    handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter({"replica": replica} if replica else {}) if as_json else text
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ramify.errors import ConfigError
@@ -92,12 +93,15 @@ class LineFile:
     A file that was renamed or removed is made anew with the next line; one that was emptied goes on
     from its beginning. A pipe that nobody reads loses lines, and blocks nothing.
 
+    Args:
+        report: called with the first of several failures in a row.
+
     Raises:
         ConfigError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._has_failed = path, False
+    def __init__(self, path: Path, report: Callable[[str], None] = logger.error) -> None:
+        self._path, self._report, self._has_failed = path, report, False
         try:
             self._handle = self._open()
         except OSError as error:
@@ -137,7 +141,7 @@ class LineFile:
 
     def write(self, line: str) -> None:
         """Append a line. On failure the file keeps no part of it, and the first failure is logged."""
-        data = line.encode()
+        data = line.encode(errors="backslashreplace")
         try:
             self._follow_path()
             written = os.write(self._handle, data)
@@ -147,8 +151,28 @@ class LineFile:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                logger.error("%s: lines are lost: %s", self._path, error)
-            self._has_failed = True
+                self._has_failed = True  # first: a report may come back as a line
+                self._report(f"{self._path}: lines are lost: {error}")
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+class LogFileHandler(logging.Handler):
+    """Appends log records to a `LineFile`. When lines are lost, stderr says so."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = LineFile(path, report=_to_stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        try:
+            self._file.write(self.format(record) + "\n")
+        except Exception:  # noqa: BLE001 - a record that cannot be formatted, as every handler treats it
+            self.handleError(record)
 
 
 def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
