@@ -42,6 +42,7 @@ TILE_WIDTH = 32  # elements of a row that AMX reads at a time in bfloat16
 # shows a difference. `FEW_ROWS` where a row of the result has `WIDE` elements or more.
 MANY_ROWS, FEW_ROWS, WIDE = 64, 16, 2**15
 EXTRA_ROWS = 9  # beyond the largest count, so that it too is tried at two offsets
+CPU = torch.device("cpu")
 BATCHED, ROW_BY_ROW = "batched", "row_by_row"  # strategies: all rows in one call, a call per row
 
 
@@ -118,14 +119,14 @@ def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return by_row
 
 
-def matmul_needs_blocks(dtype: torch.dtype) -> bool:
+def matmul_needs_blocks(dtype: torch.dtype, device: torch.device = CPU) -> bool:
     """Whether torch's matmul kernel depends on the number of rows, where a probe may miss it.
 
-    True for bfloat16 with AMX: of 60 random matrices of 14 to 40 columns, a probe missed it for 15
+    True for bfloat16 on a CPU with AMX: of 60 random matrices of 14 to 40 columns, a probe missed it for 15
     (measured). Calls of `BLOCK_ROWS` rows all have one kernel.
     """
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)
-    return dtype == torch.bfloat16 and has_amx()
+    return dtype == torch.bfloat16 and device.type == "cpu" and has_amx()
 
 
 def pad_to_tiles(rows: Tensor) -> Tensor:
@@ -134,7 +135,8 @@ def pad_to_tiles(rows: Tensor) -> Tensor:
     A tile that ends beyond a row holds the head of the next row, times zero: NaN if that is not finite.
     """
     missing = -rows.shape[-1] % TILE_WIDTH
-    return F.pad(rows, (0, missing)) if missing and matmul_needs_blocks(rows.dtype) else rows
+    needs_tiles = missing and matmul_needs_blocks(rows.dtype, rows.device)
+    return F.pad(rows, (0, missing)) if needs_tiles else rows
 
 
 def _bits(values: Tensor) -> Tensor:

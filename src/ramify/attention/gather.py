@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
+from ramify.attention.staging_buffers import upload_together
 from ramify.kv.layout import read_plane
 
 MASKED_MAX = -1e30  # row max if all keys are masked; finite, so that differences stay finite
@@ -29,13 +30,13 @@ class RequestSlice:
 
 def request_slices(batch: AttentionBatch, device: torch.device) -> list[RequestSlice]:
     """Split a batch into requests, each with its slots and positions on `device`."""
-    positions = torch.as_tensor(batch.positions.astype("int64"), device=device)
+    arrays = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
+    positions, *uploaded = upload_together([batch.positions.astype(np.int64), *arrays], device)
+    keys = torch.arange(batch.max_kv_len, device=device)
     slices = []
-    for seq in range(batch.num_seqs):
+    for seq, slots in enumerate(uploaded):
         start, stop = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
-        slots = torch.from_numpy(batch.kv_slots(seq)).to(device)
-        keys = torch.arange(len(slots), device=device)
-        slices.append(RequestSlice(start, stop, slots, positions[start:stop], keys))
+        slices.append(RequestSlice(start, stop, slots, positions[start:stop], keys[: len(slots)]))
     return slices
 
 

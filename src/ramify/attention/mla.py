@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -28,8 +28,9 @@ from ramify.attention.backend import AttentionBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import MASKED_MAX, RequestSlice, request_slices
-from ramify.attention.sparse_index import IndexPlan, IndexQuery, SparseIndex
+from ramify.attention.sparse_index import IndexQuery, KeyIndex
 from ramify.attention.spec import AttentionSpec
+from ramify.attention.staging_buffers import upload_together
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.layout import read_plane
@@ -90,7 +91,14 @@ class MlaPlan:
     absorbed: Any  # the backend's own plan
     absorbed_rows: Tensor | None  # query rows of `absorbed`; None: all
     expanded: list[RequestSlice]
-    index: IndexPlan | None
+    index: Any  # the plan of the index; None without
+
+    @property
+    def signature(self) -> Hashable:
+        """What a CUDA graph of an absorbed step depends on: see `TritonPlan`."""
+        assert not self.expanded, "a graph is of decodes, which are absorbed"
+        index = None if self.index is None else self.index.signature
+        return self.absorbed.signature, index
 
 
 class MlaAttention:
@@ -118,7 +126,7 @@ class MlaAttention:
         *,
         nope_dim: int,
         value_dim: int,
-        index: SparseIndex | None = None,
+        index: KeyIndex | None = None,
         path: MlaPath = "auto",
         chunk_keys: int = CHUNK_KEYS,
         costs: MlaCostModel | None = None,
@@ -163,9 +171,12 @@ class MlaAttention:
         requests = request_slices(batch, self.device)
         absorbed = [seq for seq in range(batch.num_seqs) if seq not in set(expanded)]
         rows = [np.arange(requests[seq].start, requests[seq].stop) for seq in absorbed]
+        [absorbed_rows] = upload_together(
+            [np.concatenate([np.zeros(0, np.int64), *rows])], self.device
+        )
         return MlaPlan(
             self.backend.plan(batch.select(absorbed)),
-            torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(self.device),
+            absorbed_rows,
             [requests[seq] for seq in expanded],
             index,
         )

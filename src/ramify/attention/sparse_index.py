@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
@@ -26,6 +28,7 @@ from ramify.attention.exactness import (
     probe_batch_invariance,
     row_by_row,
 )
+from ramify.attention.staging_buffers import upload_together
 from ramify.errors import ConfigError
 from ramify.kv.layout import read_plane
 
@@ -58,6 +61,25 @@ class IndexPlan:
 
     tiles: list[IndexTile]
     width: int
+
+
+class KeyIndex(Protocol):
+    """Selects the keys that each query of sparse attention reads; the same object for every layer."""
+
+    device: torch.device
+
+    def exactness(self) -> list[Exactness]:
+        """The strategy of the scores, and why."""
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Prepare a step: everything that is the same for all layers. Called once per step."""
+
+    def select(self, plan: Any, query: IndexQuery, planes: Mapping[str, Tensor]) -> Tensor:
+        """The positions that each query attends to: [rows, n] int32, ascending, then -1.
+
+        Args:
+            planes: has `index_key`, [pages, page_size, head_dim], with this step's keys written.
+        """
 
 
 class SparseIndex:
@@ -105,18 +127,21 @@ class SparseIndex:
     def plan(self, batch: AttentionBatch) -> IndexPlan:
         """Split the queries into tiles. Called once per step."""
         lens = batch.positions.astype(np.int64) + 1  # visible keys, cached ones included
-        tiles = []
+        arrays: list[NDArray[np.int64]] = []
         for seq in range(batch.num_seqs):
             kv_slots = batch.kv_slots(seq)
+            slots = np.zeros(-(-len(kv_slots) // KEY_TILE) * KEY_TILE, np.int64)
+            slots[: len(kv_slots)] = kv_slots
+            arrays.append(slots)
+        num_visible, *slots_of = upload_together([lens, *arrays], self.device)
+        tiles = []
+        for seq, padded in enumerate(slots_of):
             first, last = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
             for start in range(first, last, ROW_TILE):
                 stop = min(start + ROW_TILE, last)
                 num_keys = int(lens[stop - 1])
-                slots = np.zeros(-(-num_keys // KEY_TILE) * KEY_TILE, np.int64)
-                slots[:num_keys] = kv_slots[:num_keys]
-                arrays = (slots, lens[start:stop])
-                on_device = (torch.from_numpy(array).to(self.device) for array in arrays)
-                tiles.append(IndexTile(start, stop, num_keys, *on_device))
+                visible = padded[: -(-num_keys // KEY_TILE) * KEY_TILE]
+                tiles.append(IndexTile(start, stop, num_keys, visible, num_visible[start:stop]))
         return IndexPlan(tiles, min(self.top_k, int(lens.max(initial=0))))
 
     def select(self, plan: IndexPlan, query: IndexQuery, planes: Mapping[str, Tensor]) -> Tensor:

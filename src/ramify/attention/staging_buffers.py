@@ -1,8 +1,8 @@
-"""Upload the small metadata arrays of a step to a device: one copy, stable addresses."""
+"""Upload the small metadata arrays of a step to a device, in one copy: to new tensors, or to stable addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,21 @@ NUM_STAGES = 2  # double buffering: the host writes one while the other is being
 def next_power_of_two(count: int) -> int:
     """`count` rounded up to a power of two; 1 for 0."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def upload_together(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Copy int64 arrays [n] to the device in one copy that the host does not wait for.
+
+    Returns:
+        a tensor [n] for each; on a CPU over the array's own memory.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    host = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *arrays]))
+    if device.type == "cuda":
+        host = host.pin_memory()  # torch keeps it until the copy is done
+    together = host.to(device, non_blocking=True)
+    return list(together.split([len(array) for array in arrays]))
 
 
 class StagingBuffers:

@@ -134,7 +134,7 @@ def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
 
     Pads T as the `padded` linear does, or takes `BLOCK_ROWS` a call as `blocks` where that is needed.
     """
-    needs_blocks, num_rows = matmul_needs_blocks(x.dtype), x.shape[0]
+    needs_blocks, num_rows = matmul_needs_blocks(x.dtype, x.device), x.shape[0]
     missing = -num_rows % (BLOCK_ROWS if needs_blocks else FP32_ROW_MULTIPLE)
     rows = F.pad(pad_to_tiles(x), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
     matrices = pad_to_tiles(matrices.mT).mT
