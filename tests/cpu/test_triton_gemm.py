@@ -8,6 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the interpreter of Triton's kernels comes with triton")
 
 from ramify.kernels.triton.gemm import BatchInvariantGemm, GemmTiles
+from ramify.kernels.triton.head_gemm import HeadGemm
 from tests.cpu.attention_cases import assert_same_bits
 
 TILES = GemmTiles(rows=8, columns=32, block_k=16, split_k=32, group_rows=2)
@@ -62,3 +63,25 @@ def test_no_rows_are_no_work() -> None:
     _, weight, bias, _ = operands(torch.float32)
 
     assert BatchInvariantGemm(weight, bias, tiles=TILES)(weight[:0]).shape == (0, OUT)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as stored", "transposed"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_matrix_for_each_head(dtype: torch.dtype, transposed: bool) -> None:
+    """The per-head matmul of torch, over strided views of one matrix; each row as alone."""
+    noise = torch.Generator().manual_seed(0)
+    heads, k, n = 3, 70, 75
+    rows, columns = (n, k) if transposed else (k, n)
+    whole = (torch.randn(heads, 8 + rows, columns, generator=noise) / 8).to(dtype)
+    matrices = whole[:, 8:].transpose(1, 2) if transposed else whole[:, 8:]
+    x = torch.randn(37, heads, k, generator=noise).to(dtype)
+    gemm = HeadGemm(matrices)
+
+    out = gemm(x)
+
+    expected = torch.einsum("thk,hkn->thn", x.double(), matrices.double())
+    error = (out.double() - expected).abs() / (1 + expected.abs())
+    assert out.dtype == dtype and float(error.max()) < TOLERANCE[dtype]
+    for part in (slice(0, 1), slice(7, 10), slice(20, 37)):
+        assert_same_bits(gemm(x[part]), out[part])
+    assert gemm(x[:0]).shape == (0, heads, n)

@@ -168,21 +168,14 @@ class TorchOps:
         self, name: str, *, num_heads: int, rows: slice, transpose: bool = False
     ) -> TorchHeadLinear:
         """See `Ops`."""
-        weight = self.weight(f"{name}.weight").unflatten(0, (num_heads, -1))[:, rows]
-        weight = weight.transpose(1, 2) if transpose else weight
-        samples = self._samples(*weight.shape[:2])
-
-        def cancelled() -> tuple[Tensor, ...]:
-            (rows,) = samples()
-            return (cancelled_rows(rows.transpose(0, 1), weight.mT).transpose(0, 1),)
-
+        matrices = self.head_matrices(name, num_heads=num_heads, rows=rows, transpose=transpose)
         op = self.row_op(
             "per-head matmul",
-            partial(per_head_matmul, matrices=weight),
-            tuple(weight.shape),
-            cancelled if self.dtype == torch.bfloat16 else samples,
+            partial(per_head_matmul, matrices=matrices),
+            tuple(matrices.shape),
+            self.head_rows(matrices),
         )
-        return TorchHeadLinear(weight, op)
+        return TorchHeadLinear(matrices, op)
 
     def rope(
         self, rope: RopeConfig, *, dim: int, num_heads: int, interleaved: bool = False
@@ -295,6 +288,22 @@ class TorchOps:
         return chosen
 
     # -- parts -------------------------------------------------------------------------------
+
+    def head_matrices(self, name: str, *, num_heads: int, rows: slice, transpose: bool) -> Tensor:
+        """The matrices of `head_linear`, a view: [num_heads, n, m]."""
+        whole: Tensor = self.weight(f"{name}.weight").unflatten(0, (num_heads, -1))
+        matrices = whole[:, rows]
+        return matrices.transpose(1, 2) if transpose else matrices
+
+    def head_rows(self, matrices: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Makes rows to try the matrices of heads with; in bfloat16 sums cancel."""
+        samples = self._samples(*matrices.shape[:2])
+
+        def cancelled() -> tuple[Tensor, ...]:
+            (rows,) = samples()
+            return (cancelled_rows(rows.transpose(0, 1), matrices.mT).transpose(0, 1),)
+
+        return cancelled if self.dtype == torch.bfloat16 else samples
 
     def _matrix(
         self, names: Sequence[str], dtype: torch.dtype | None

@@ -45,6 +45,7 @@ from ramify.models.ops.protocol import (
 )
 from ramify.models.ops.quantized import QuantizedWeight
 from ramify.models.ops.rotary_table import RotaryTable
+from ramify.models.ops.torch_modules import TorchHeadLinear
 from ramify.models.ops.torch_ops import TorchOps
 
 if TYPE_CHECKING:
@@ -103,6 +104,27 @@ class TritonOps(TorchOps):
         ):
             gemm = row_by_row(gemm)
         return self._compose(norm, gemm, activation, len(weight), dtype or self.dtype)
+
+    def head_linear(
+        self, name: str, *, num_heads: int, rows: slice, transpose: bool = False
+    ) -> TorchHeadLinear:
+        """See `Ops`."""
+        if not self.exact:
+            return super().head_linear(name, num_heads=num_heads, rows=rows, transpose=transpose)
+        from ramify.kernels.triton.head_gemm import HeadGemm
+
+        matrices = self.head_matrices(name, num_heads=num_heads, rows=rows, transpose=transpose)
+        gemm: RowOp = HeadGemm(matrices)
+        if not self._is_invariant(
+            "per-head matmul",
+            gemm,
+            tuple(matrices.shape),
+            self.head_rows(matrices),
+            "tiles of one shape",
+            self.dtype,
+        ):
+            gemm = row_by_row(gemm)
+        return TorchHeadLinear(matrices, gemm)
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`."""
