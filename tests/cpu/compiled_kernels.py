@@ -133,6 +133,7 @@ def compiler_for(module: ModuleType, case: str, arch: int, usages: list[Usage]) 
 LAUNCHED = {
     "paged_attention", "merge_split_kv", "add_rms_norm_rows", "gated_activation_rows",
     "rope_and_write_kv", "batch_invariant_gemm", "merge_splits", "sample_rows", "top_logprobs",
+    "batch_invariant_head_gemm", "index_scores_of_tiles",
 }  # fmt: skip
 
 
@@ -193,6 +194,30 @@ def gemm(dtype: torch.dtype) -> None:
         bound(empty(16, 4096, dtype=dtype), residual=empty(16, 4096, dtype=dtype))
 
 
+def head_gemm(dtype: torch.dtype) -> None:
+    """W_UK and W_UV of DeepSeek-V3, views of one matrix."""
+    from ramify.kernels.triton.head_gemm import HeadGemm
+
+    whole = empty(128, 256, 512, dtype=dtype)
+    HeadGemm(whole[:, :128])(empty(40, 128, 128, dtype=dtype))
+    HeadGemm(whole[:, 128:].transpose(1, 2))(empty(40, 128, 512, dtype=dtype))
+
+
+def index(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """The index of DeepSeek-V3.2."""
+    from ramify.kernels.triton import index_scores
+
+    planes = {"index_key": empty(64, 16, 128, dtype=kv_dtype)}
+    if kv_dtype.itemsize == 1:
+        planes["index_key_scale"] = empty(64, 16, dtype=FP32)
+    index_scores.index_scores(
+        empty(16, 64, 128, dtype=dtype), empty(16, 64, dtype=FP32), planes,
+        empty(16, 1024, dtype=FP32), items=empty(1, 4, dtype=torch.int32),
+        positions=empty(16, 1, dtype=torch.int32),
+        block_table=empty(1, 64, dtype=torch.int32), page_size=16, first_row=0,
+    )  # fmt: skip
+
+
 def sampling(_: int) -> None:
     from ramify.kernels.triton.sample_batch import SampleBatch, SampleRow, likeliest
 
@@ -219,7 +244,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "float8 K/V, exact": {"kv_dtype": torch.float8_e4m3fn, "exact": True},
     "mla, exact": MLA | {"exact": True},
     "mla": MLA,
+    "mla, int8": MLA | {"kv_dtype": torch.int8},
+    "mla, float8, exact": MLA | {"kv_dtype": torch.float8_e4m3fn, "exact": True},
+    "mla, float32, exact": MLA | {"dtype": FP32, "exact": True},
     "mla, sparse": MLA | {"sparse": True},
+    "mla, sparse, exact": MLA | {"sparse": True, "exact": True},
 }
 # name → module of the kernels, and what launches them as for an architecture
 CASES: dict[str, tuple[str, Callable[[int], None]]] = {
@@ -234,6 +263,12 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
     "rope, float8 K/V": ("rope_kv", lambda _: rope(torch.float8_e4m3fn, is_normed=False)),
     "gemm": ("gemm", lambda _: gemm(BF16)),
     "gemm, float32": ("gemm", lambda _: gemm(FP32)),
+    "head gemm, exact": ("head_gemm", lambda _: head_gemm(BF16)),
+    "head gemm, exact, float32": ("head_gemm", lambda _: head_gemm(FP32)),
+    "index, exact": ("index_scores", lambda _: index(BF16, BF16)),
+    "index, exact, float32": ("index_scores", lambda _: index(FP32, FP32)),
+    "index, int8": ("index_scores", lambda _: index(BF16, torch.int8)),
+    "index, float8": ("index_scores", lambda _: index(BF16, torch.float8_e4m3fn)),
     "sampling": ("sample_batch", sampling),
     **{
         f"attention, {name}": ("paged_attention", partial(attention, **changes))
@@ -241,7 +276,9 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
     },
 }
 # The conversion from float8_e4m3fn needs compute capability 8.9; `TritonBackend.supports` says so.
-NOT_ON_AMPERE = {"attention, float8 K/V, exact"}
+NOT_ON_AMPERE = {
+    "attention, float8 K/V, exact", "attention, mla, float8, exact", "index, float8"
+}  # fmt: skip
 
 
 def compile_cases(names: tuple[str, ...], archs: tuple[int, ...]) -> Iterator[Usage]:

@@ -29,7 +29,10 @@ pytest.importorskip("triton", reason="the compiler comes with triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the default tier: one launch of each kernel, on one architecture.
-QUICK = ("norm 4096", "silu_mul", "rope, K/V", "gemm", "sampling", "attention, exact")
+QUICK = (
+    "norm 4096", "silu_mul", "rope, K/V", "gemm", "head gemm, exact", "index, exact", "sampling",
+    "attention, exact",
+)  # fmt: skip
 
 
 def compile_in_process(archs: Iterable[int], cases: Iterable[str], cache: Path) -> list[Usage]:

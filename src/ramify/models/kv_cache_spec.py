@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ramify.attention.backend import AttentionBackend
+from ramify.attention.backends.triton import TritonBackend
 from ramify.attention.mla import CPU, MlaAttention
 from ramify.attention.paged import PagedBackend
-from ramify.attention.sparse_index import SparseIndex
+from ramify.attention.paged_index import PagedIndex
+from ramify.attention.sparse_index import KeyIndex, SparseIndex
 from ramify.attention.spec import AttentionSpec
 from ramify.kv.pool import KVLayout
 from ramify.models.configs.model_config import ModelConfig
@@ -83,15 +87,19 @@ def build_attention(
 ) -> PagedBackend:
     """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index.
 
+    Beside Triton's attention the scores of the index are those of a Triton kernel too.
+
     Args:
         device: the backend's.
     """
     mla = config.mla
     if mla is None:
         return backend
-    index = None
+    index: KeyIndex | None = None
     if mla.index is not None:
-        index = SparseIndex(
+        is_paged = isinstance(backend, TritonBackend)
+        make = partial(PagedIndex, page_size=spec.page_size) if is_paged else SparseIndex
+        index = make(
             top_k=mla.index.top_k,
             num_heads=mla.index.num_heads,
             head_dim=mla.index.head_dim,

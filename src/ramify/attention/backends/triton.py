@@ -60,7 +60,9 @@ class TileShapes:
         """
         wide = max(spec.v_head_dim, spec.head_dim) > 128
         if spec.kind == "mla":
-            return cls(16, 16 if spec.exact else 32, 32, 512, 8, 8)
+            is_wide = _compute_dtype(spec) == torch.float32
+            rows = 16 if spec.exact or is_wide else 32
+            return cls(16, rows, 16 if is_wide else 32, 512, 8, 8)
         if _compute_dtype(spec) == torch.float32:
             return cls(16, 16, 32, 512, 8, 8)
         keys, is_old = 32 if wide else 64, capability < HOPPER

@@ -1,7 +1,8 @@
 """Triton kernels for CUDA, imported by what launches them inside its calls: triton may be missing.
 
 - `paged_attention`: attention of `attention.backends.triton`.
-- `norm`, `activation`, `rope_kv`, `gemm`: operations of `models.ops.triton_ops`, with their launches.
+- `index_scores`: scores of the sparse index, of `attention.paged_index`.
+- `norm`, `activation`, `rope_kv`, `gemm`, `head_gemm`: operations of `models.ops.triton_ops`, with their launches.
 - `sampling`, `sample_batch`: the sampler and its launch.
 - `rounding`, `launch`: what they share; `launch` imports no triton.
 """
