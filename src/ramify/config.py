@@ -84,8 +84,8 @@ class ModelSection:
     device: str = option(
         "auto",
         "Device that computes: `cpu`, `cuda`, `cuda:1`, or `auto`, which is the CPU. CUDA needs `exact=False`, "
-        "or `ops=triton` and `attention_backend=triton`; weights that are not quantised and no MLA; it has no cache "
-        "tiers, and has not run on a GPU yet.",
+        "or `ops=triton` and `attention_backend=triton`; weights that are not quantised; it has no cache tiers, "
+        "and has not run on a GPU yet.",
     )
     # never run where it counts
     decode_graphs: bool = option(

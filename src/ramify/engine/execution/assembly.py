@@ -8,9 +8,10 @@ from math import prod
 from pathlib import Path
 
 from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
-from ramify.attention.device_probe import batch_variant_requests
+from ramify.attention.device_probe import batch_variant_requests, batch_variant_scores
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
+from ramify.attention.paged_index import PagedIndex
 from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
@@ -96,7 +97,7 @@ class LocalEngine:
         config, exact = self.model_config, requested.attention.exact
         self.device_choice: DeviceChoice = choose_device(requested.model.device)
         device = self.device_choice.device
-        check_computable(device, is_mla=config.mla is not None, has_tiers=requested.tiers.is_used)
+        check_computable(device, has_tiers=requested.tiers.is_used)
         num_ranks = requested.ranks.tensor_parallel_size
         if requested.model.decode_graphs:
             check_graphs(device, num_ranks=num_ranks, has_experts=config.moe is not None)
@@ -133,6 +134,9 @@ class LocalEngine:
             device,
             last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
+        self.attention: PagedBackend = build_attention(
+            rank_model, self.attention_spec, self.backend_choice.backend, device
+        )
         if exact:
             self._check_exact()
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
@@ -149,9 +153,6 @@ class LocalEngine:
             self.decoder: CausalDecoder = self._load_model(self.path, progress=progress)
             pool = KVPool(
                 layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype, device=device
-            )
-            self.attention: PagedBackend = build_attention(
-                rank_model, self.attention_spec, self.backend_choice.backend, device
             )
             self.runner = (
                 ModelRunner(self.decoder, pool, self.attention)
@@ -334,13 +335,17 @@ class LocalEngine:
         check_exact(device, ops=self.ops_choice.name, attention=choice.name)
         if device.type == "cpu":
             return
+        spec, index = self.attention_spec, getattr(self.attention, "index", None)
         with current(device):
-            differing = batch_variant_requests(choice.backend, self.attention_spec, device)
-        if differing:
-            raise ConfigError(
-                f"exact=True: on {self.device_choice.name} attention has other bits alone than in a batch "
-                f"(requests {differing} of the probe); use exact=False (--no-exact), or device='cpu'"
-            )
+            differing = {"attention": batch_variant_requests(choice.backend, spec, device)}
+            if isinstance(index, PagedIndex):
+                differing["the sparse index"] = batch_variant_scores(index, spec)
+        for name, requests in differing.items():
+            if requests:
+                raise ConfigError(
+                    f"exact=True: on {self.device_choice.name} {name} has other bits alone than in a batch "
+                    f"(requests {requests} of the probe); use exact=False (--no-exact), or device='cpu'"
+                )
 
     def _decode_graphs(self) -> DecodeGraphs:
         """Graphs over the plans of Triton's kernels, or over attention in torch operations."""

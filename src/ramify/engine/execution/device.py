@@ -108,23 +108,13 @@ def check_graphs(device: torch.device, *, num_ranks: int, has_experts: bool) -> 
         )
 
 
-def check_computable(device: torch.device, *, is_mla: bool, has_tiers: bool) -> None:
+def check_computable(device: torch.device, *, has_tiers: bool) -> None:
     """Refuse what needs a CPU.
 
-    Args:
-        is_mla: the model has latent attention.
-
     Raises:
-        ConfigError: the device is another, and one of them is true.
+        ConfigError: the device is another, and there are cache tiers.
     """
-    if device.type == "cpu":
-        return
-    if is_mla:
-        raise ConfigError(
-            f"latent attention (MLA) plans its steps for a CPU, and this engine computes on {device}; "
-            "use device='cpu'"
-        )
-    if has_tiers:
+    if device.type != "cpu" and has_tiers:
         raise ConfigError(
             f"cache tiers copy pages of a pool in host memory, and this engine computes on {device}; "
             "leave the options of the tiers out, or use device='cpu'"
