@@ -242,6 +242,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "head_dim 256, exact": {"head_dim": 256, "exact": True},
     "int8 K/V": {"kv_dtype": torch.int8},
     "float8 K/V, exact": {"kv_dtype": torch.float8_e4m3fn, "exact": True},
+    "mla, expanded": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 192, "value_dim": 128},
     "mla, exact": MLA | {"exact": True},
     "mla": MLA,
     "mla, int8": MLA | {"kv_dtype": torch.int8},

@@ -15,8 +15,11 @@ from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.backends.triton import TritonBackend
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.device_probe import batch_variant_requests
+from ramify.attention.exactness import Exactness
+from ramify.attention.expanded_heads import ExpandedHeads
 from ramify.attention.mla import MlaAttention, MlaCostModel
 from ramify.attention.paged_index import PagedIndex
+from ramify.attention.spec import AttentionSpec
 from ramify.engine.execution.decode_sources import BackendSource
 from ramify.engine.execution.device_executor import DeviceExecutor
 from ramify.engine.execution.runner import ModelRunner
@@ -121,6 +124,31 @@ def test_answers_are_those_of_the_cpu(
     assert_idle(llm)
 
 
+def test_expanded_heads_of_tritons_attention_answer_alike(
+    checkpoint_of: Callable[[str], Path],
+) -> None:
+    """As off the CPU: prompts and chunks are expanded a head at a time, decodes absorbed."""
+    path = checkpoint_of("v3 dense")
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=0)
+    expected = engine(path).generate(prompts(), params)
+    options: dict[str, Any] = {"ops": "torch", "exact": False, "attention_backend": "triton"}
+    llm = on_device(engine(path, max_batch_tokens=16, **options))
+    attention, mla = llm.engine.attention, llm.engine.model_config.mla
+    assert isinstance(attention, MlaAttention) and mla is not None
+    attention._costs = EXPANDED_IS_FREE
+    attention._heads = ExpandedHeads(
+        TritonBackend,
+        attention.spec,
+        nope_dim=mla.nope_dim,
+        value_dim=mla.value_dim,
+        device=CPU,
+        max_bytes=1,
+    )
+
+    for _ in ("cold", "warm"):
+        assert_same_answers(llm.generate(prompts(), params), expected)
+
+
 @pytest.mark.parametrize("name", ["v3", "v32"])
 def test_bits_depend_on_nothing_but_the_prompt(
     checkpoint_of: Callable[[str], Path], name: str
@@ -183,8 +211,15 @@ def test_decode_steps_are_captured(checkpoint_of: Callable[[str], Path], name: s
 class Shapes:
     """In place of a backend that has no arithmetic there."""
 
-    def __init__(self, latent_dim: int) -> None:
-        self._latent_dim = latent_dim
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._width = spec.v_head_dim
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
+        return None
+
+    def exactness(self) -> list[Exactness]:
+        return []
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
@@ -192,7 +227,7 @@ class Shapes:
     def run(
         self, plan: AttentionBatch, layer: int, q: Tensor, planes: Any, **options: Any
     ) -> Tensor:
-        return q[..., : self._latent_dim]
+        return q.new_empty(*q.shape[:2], self._width)
 
 
 @pytest.mark.parametrize("name", ["v3 dense", "v32 dense"])
@@ -203,8 +238,7 @@ def test_all_tensors_of_a_step_are_on_its_device(
     model = load_model(checkpoint_of(name), exact=False, ops="torch", device=OTHER)
     spec = attention_spec(model.config, page_size=PAGE, dtype=model.dtype, exact=False)
     pool = KVPool(kv_layout(model.config), 16, PAGE, dtype=model.dtype, device=OTHER)
-    backend: Any = Shapes(spec.v_head_dim)
-    attention = build_attention(model.config, spec, backend, OTHER)
+    attention = build_attention(model.config, spec, Shapes(spec, OTHER), OTHER)
     assert isinstance(attention, MlaAttention)
     attention._costs = EXPANDED_IS_FREE
     runner, plan = ModelRunner(model, pool, attention), plan_of_two()
@@ -214,7 +248,7 @@ def test_all_tensors_of_a_step_are_on_its_device(
         logits = runner.logits(hidden, [spec.row for spec in plan.samples])
 
     assert hidden.device == logits.device == OTHER
-    assert bool(attention.plan(plan.batch).expanded) == (name == "v3 dense")
+    assert (attention.plan(plan.batch).by_heads is not None) == (name == "v3 dense")
 
 
 @pytest.mark.parametrize(("name", "num_copies"), [("v3 dense", 2), ("v32 dense", 1)])
@@ -224,14 +258,13 @@ def test_a_step_is_uploaded_in_one_copy(
     num_copies: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slots and positions of all requests travel together; so do those of all tiles of the index.
+    """Slots of all expanded requests travel together; so do those of all tiles of the index.
 
-    The second copy names the rows of absorbed requests.
+    A copy more names the rows of absorbed and of expanded requests; the backends copy what is theirs.
     """
     model = load_model(checkpoint_of(name), exact=False, ops="torch", device=OTHER)
     spec = attention_spec(model.config, page_size=PAGE, dtype=model.dtype, exact=False)
-    backend: Any = Shapes(spec.v_head_dim)
-    attention = build_attention(model.config, spec, backend, OTHER)
+    attention = build_attention(model.config, spec, Shapes(spec, OTHER), OTHER)
     assert isinstance(attention, MlaAttention)
     attention._costs = EXPANDED_IS_FREE
     copies, move = list[torch.Size](), Tensor.to

@@ -12,6 +12,7 @@ from ramify.attention import mla
 from ramify.attention.backend import backend_class
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.expanded_heads import ExpandedHeads
 from ramify.attention.mla import (
     MlaAttention,
     MlaCostModel,
@@ -262,6 +263,50 @@ def test_many_query_rows_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(mla, "MAX_SCORES", 100)
 
     torch.testing.assert_close(run(case, path="expanded", chunk_keys=16), whole)
+
+
+@pytest.mark.parametrize(("page_size", "max_bytes", "num_heads"), [(4, 1 << 20, 3), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_are_expanded_in_turns(
+    dtype: torch.dtype, page_size: int, max_bytes: int, num_heads: int
+) -> None:
+    """As many at a time as fit, beside absorbed requests; padding rows come back as zeros."""
+    case = case_of(page_size=page_size, dtype=dtype, nope_dim=10, value_dim=12)
+    sizes: dict[str, Any] = {"nope_dim": 10, "value_dim": 12}
+    heads = ExpandedHeads(EagerBackend, case.spec, **sizes, device=CPU, max_bytes=max_bytes)
+    attention = attention_of(case, heads=heads, costs=EXPANDED_IS_FREE)
+
+    plan = attention.plan(case.batch)
+    out = attention.run(plan, 0, case.query, case.planes)
+
+    assert plan.by_heads is not None and plan.absorbed_rows is not None
+    assert plan.by_heads.plan.num_heads == num_heads
+    assert len(plan.by_heads.rows) + len(plan.absorbed_rows) == case.batch.num_tokens
+    num_tokens = case.batch.num_tokens
+    assert not out[num_tokens:].any()
+    error = float((out[:num_tokens].double() - recomputed(case)).abs().max())
+    assert error < (2e-5 if dtype == torch.float32 else 0.06)
+
+
+def test_heads_are_not_expanded_for_one_query() -> None:
+    """A step of decodes is absorbed, and has the signature of the backend's plan."""
+    case = case_of(shares=((10, 1), (3, 1)))
+    sizes: dict[str, Any] = {"nope_dim": 10, "value_dim": 12}
+    heads = ExpandedHeads(EagerBackend, case.spec, **sizes, device=CPU)
+
+    plan = attention_of(case, heads=heads, costs=EXPANDED_IS_FREE).plan(case.batch)
+
+    assert plan.by_heads is None and plan.absorbed_rows is None
+
+
+def test_costs_of_expanding_heads_are_measured() -> None:
+    """On the CPU by the sizes of the CPU."""
+    case = case_of(shares=((3, 1),))
+    heads = ExpandedHeads(EagerBackend, case.spec, nope_dim=10, value_dim=12, device=CPU)
+
+    costs = attention_of(case, heads=heads).costs
+
+    assert 0 < costs.expanded_pair < 1e-3
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 11, 12])

@@ -10,7 +10,7 @@ Public names resolve on first use: importing this package loads no torch. `model
 4. `backends/`: an implementation per file; `gather` is what several of them share, `inputs` validates
    what they get.
 5. `mla`, `sparse_index`: DeepSeek's latent attention and its index of keys, over any backend;
-   `paged_index`: the index by a Triton kernel.
+   `paged_index`: the index by a Triton kernel; `expanded_heads`: long prefills on a device.
 6. `paged`: a step's K/V writes and attention, as a decoder calls them.
 7. `exactness` (are rows independent of the batch?), `staging_buffers`, `custom_op`.
 8. `blocks/`: building blocks for learning and prototypes.

@@ -5,7 +5,8 @@
   can compute it.
 - Expanded: keys and values of every head are computed from the latents, chunk by chunk, and the
   chunks' results merged by their log-sum-exp: `nope + rope + value` multiply-adds per head, query
-  and key, after the up projection of every key. Faster for long prefills.
+  and key, after the up projection of every key. Faster for long prefills. On a device, a few heads
+  of all keys at a time (`ramify.attention.expanded_heads`).
 
 The bits differ, so `exact=True` is always absorbed. Otherwise each request takes the path that
 needs less time by its multiply-adds; the speed of each path is measured once per model.
@@ -15,18 +16,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import Exactness
+from ramify.attention.expanded_heads import ExpandedHeads, HeadsPlan
 from ramify.attention.gather import MASKED_MAX, RequestSlice, request_slices
 from ramify.attention.sparse_index import IndexQuery, KeyIndex
 from ramify.attention.spec import AttentionSpec
@@ -39,6 +42,8 @@ CPU = torch.device("cpu")
 CHUNK_KEYS = 512  # 67 MB of float32 K and V at 128 heads of 128 + 128
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
 COST_ROWS, COST_KEYS, COST_TRIALS = 64, 256, 5
+# Less would measure the launches of kernels.
+DEVICE_COST_ROWS, DEVICE_COST_KEYS = 1024, 4096
 
 MlaPath = Literal["auto", "absorbed", "expanded"]
 
@@ -85,18 +90,27 @@ class MlaCostModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedStep:
+    """The requests that are expanded by heads, and their query rows."""
+
+    plan: HeadsPlan
+    rows: Tensor  # [n] int64
+
+
+@dataclass(frozen=True, slots=True)
 class MlaPlan:
     """A step: the backend's plan for absorbed requests, and the requests to expand."""
 
     absorbed: Any  # the backend's own plan
     absorbed_rows: Tensor | None  # query rows of `absorbed`; None: all
-    expanded: list[RequestSlice]
+    expanded: list[RequestSlice]  # in chunks of keys
     index: Any  # the plan of the index; None without
+    by_heads: ExpandedStep | None = None
 
     @property
     def signature(self) -> Hashable:
         """What a CUDA graph of an absorbed step depends on: see `TritonPlan`."""
-        assert not self.expanded, "a graph is of decodes, which are absorbed"
+        assert self.absorbed_rows is None, "a graph is of decodes, which are absorbed"
         index = None if self.index is None else self.index.signature
         return self.absorbed.signature, index
 
@@ -112,6 +126,7 @@ class MlaAttention:
         path: `absorbed` and `expanded` are for tests and benchmarks.
         chunk_keys: keys expanded at a time.
         costs: None measures them on first use.
+        heads: expands a few heads at a time, in place of chunks of keys.
         device: of the queries and planes.
 
     Raises:
@@ -130,6 +145,7 @@ class MlaAttention:
         path: MlaPath = "auto",
         chunk_keys: int = CHUNK_KEYS,
         costs: MlaCostModel | None = None,
+        heads: ExpandedHeads | None = None,
         device: torch.device = CPU,
     ) -> None:
         if spec.kind != "mla":
@@ -148,7 +164,7 @@ class MlaAttention:
         self._nope_dim, self._value_dim = nope_dim, value_dim
         self._path: MlaPath = "absorbed" if reason is not None else path
         self._chunk_keys = chunk_keys
-        self._costs = costs
+        self._costs, self._heads = costs, heads
 
     @property
     def costs(self) -> MlaCostModel:
@@ -168,18 +184,16 @@ class MlaAttention:
         expanded = [seq for seq in range(batch.num_seqs) if self._expands(batch, seq)]
         if not expanded:
             return MlaPlan(self.backend.plan(batch), None, [], index)
-        requests = request_slices(batch, self.device)
         absorbed = [seq for seq in range(batch.num_seqs) if seq not in set(expanded)]
-        rows = [np.arange(requests[seq].start, requests[seq].stop) for seq in absorbed]
-        [absorbed_rows] = upload_together(
-            [np.concatenate([np.zeros(0, np.int64), *rows])], self.device
+        rows, expanded_rows = upload_together(
+            [_query_rows(batch, seqs) for seqs in (absorbed, expanded)], self.device
         )
-        return MlaPlan(
-            self.backend.plan(batch.select(absorbed)),
-            absorbed_rows,
-            [requests[seq] for seq in expanded],
-            index,
-        )
+        planned = self.backend.plan(batch.select(absorbed))
+        if self._heads is not None:
+            step = ExpandedStep(self._heads.plan(batch.select(expanded)), expanded_rows)
+            return MlaPlan(planned, rows, [], index, step)
+        requests = request_slices(batch, self.device)
+        return MlaPlan(planned, rows, [requests[seq] for seq in expanded], index)
 
     def run(
         self, plan: MlaPlan, layer: int, query: MlaQuery, planes: Mapping[str, Tensor]
@@ -196,6 +210,8 @@ class MlaAttention:
         if len(rows):
             absorbed = replace(query, q_nope=query.q_nope[rows], q_rope=query.q_rope[rows])
             out[rows] = self._absorbed(plan, layer, absorbed, planes, selected)
+        if plan.by_heads is not None:
+            out[plan.by_heads.rows] = self._by_heads(plan.by_heads, query, planes)
         for request in plan.expanded:
             expanded = self._expanded(request, query, planes)
             out[request.start : request.stop] = expanded.to(out.dtype)
@@ -219,6 +235,14 @@ class MlaAttention:
         q = torch.cat((query.up.absorb(query.q_nope), query.q_rope), -1)
         latents = self.backend.run(plan.absorbed, layer, q, planes, selected=selected)
         return query.up.project_v(latents)
+
+    def _by_heads(
+        self, step: ExpandedStep, query: MlaQuery, planes: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Attention of the expanded rows, heads by heads: [n, num_heads, value_dim]."""
+        assert self._heads is not None
+        q = torch.cat((query.q_nope[step.rows], query.q_rope[step.rows]), -1)
+        return self._heads.run(step.plan, q, query.up.w_uk, query.up.w_uv, planes)
 
     def _expanded(
         self, request: RequestSlice, query: MlaQuery, planes: Mapping[str, Tensor]
@@ -249,7 +273,8 @@ class MlaAttention:
 
     def _measure(self) -> MlaCostModel:
         """Time both paths once and divide by their multiply-adds."""
-        spec, keys = self.spec, COST_KEYS
+        spec, on_cpu = self.spec, self.device.type == "cpu"
+        rows, keys = (COST_ROWS, COST_KEYS) if on_cpu else (DEVICE_COST_ROWS, DEVICE_COST_KEYS)
         latent = spec.v_head_dim
         draw = torch.Generator().manual_seed(0)
 
@@ -271,18 +296,24 @@ class MlaAttention:
             "rope": random(num_pages, spec.page_size, spec.head_dim - latent),
         }
         table = PagedBlockTable.of([list(range(num_pages))], spec.page_size)
-        rows = COST_ROWS
         batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
-        [request] = request_slices(batch, self.device)
         query = MlaQuery(
             random(rows, spec.num_heads, self._nope_dim),
             random(rows, spec.num_heads, spec.head_dim - latent),
             up,
         )
         plan = MlaPlan(self.backend.plan(batch), None, [], None)
+        expand: Callable[[], object]
+        if self._heads is not None:
+            [all_rows] = upload_together([_query_rows(batch, [0])], self.device)
+            expanded_step = ExpandedStep(self._heads.plan(batch), all_rows)
+            expand = partial(self._by_heads, expanded_step, query, planes)
+        else:
+            [request] = request_slices(batch, self.device)
+            expand = partial(self._expanded, request, query, planes)
         absorbed, expanded = _best_seconds(
             partial(self._absorbed, plan, 0, query, planes, None),
-            partial(self._expanded, request, query, planes),
+            expand,
             wait=torch.cuda.synchronize if self.device.type == "cuda" else None,
         )
         # multiply-adds of a row or key in the up projection, and of a pair in attention
@@ -297,6 +328,13 @@ class MlaAttention:
             expanded_key=expanded * up_count,
             expanded_pair=expanded * head_pair,
         )
+
+
+def _query_rows(batch: AttentionBatch, seqs: Sequence[int]) -> NDArray[np.int64]:
+    """The query rows of some requests, in order: [n]."""
+    begin, end = batch.cu_seqlens_q[:-1], batch.cu_seqlens_q[1:]
+    rows = [np.arange(begin[seq], end[seq], dtype=np.int64) for seq in seqs]
+    return np.concatenate([np.empty(0, np.int64), *rows])
 
 
 def reason_not_expanded(spec: AttentionSpec) -> str | None:

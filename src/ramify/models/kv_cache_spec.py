@@ -8,7 +8,8 @@ import torch
 
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.backends.triton import TritonBackend
-from ramify.attention.mla import CPU, MlaAttention
+from ramify.attention.expanded_heads import ExpandedHeads, heads_spec
+from ramify.attention.mla import CPU, MlaAttention, reason_not_expanded
 from ramify.attention.paged import PagedBackend
 from ramify.attention.paged_index import PagedIndex
 from ramify.attention.sparse_index import KeyIndex, SparseIndex
@@ -87,7 +88,8 @@ def build_attention(
 ) -> PagedBackend:
     """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index.
 
-    Beside Triton's attention the scores of the index are those of a Triton kernel too.
+    Beside Triton's attention the scores of the index are those of a Triton kernel too. Off the CPU
+    the backend also attends to expanded K and V, if it supports them.
 
     Args:
         device: the backend's.
@@ -106,11 +108,20 @@ def build_attention(
             device=device,
             exact=spec.exact,
         )
+    widths: dict[str, int] = {"nope_dim": mla.nope_dim, "value_dim": mla.value_dim}
+    kind, heads = type(backend), None
+    if (
+        device.type != "cpu"
+        and reason_not_expanded(spec) is None
+        and kind.supports(heads_spec(spec, spec.num_heads, **widths), device) is None
+    ):
+        heads = ExpandedHeads(kind, spec, device=device, **widths)
     return MlaAttention(
         backend,
         spec,
         nope_dim=mla.nope_dim,
         value_dim=mla.value_dim,
         index=index,
+        heads=heads,
         device=device,
     )
