@@ -11,8 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CUDA build of torch brings triton")
 
+from ramify.attention.device_probe import batch_variant_scores
+from ramify.attention.paged_index import PagedIndex
 from ramify.kernels.triton.activation import gated_activation
 from ramify.kernels.triton.gemm import BatchInvariantGemm
+from ramify.kernels.triton.head_gemm import HeadGemm
 from ramify.kernels.triton.norm import add_rms_norm
 from ramify.kernels.triton.rope_kv import HeadNorms, rope_kv
 from ramify.kernels.triton.sample_batch import SampleBatch, likeliest
@@ -22,7 +25,7 @@ from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ramify.models.configs.rope import RopeConfig
 from ramify.models.ops.functional import GATED_ACTIVATIONS, apply_rotary, rms_norm
 from ramify.models.ops.rotary_table import RotaryTable
-from tests.cpu.attention_cases import assert_same_bits
+from tests.cpu.attention_cases import assert_same_bits, spec_of
 from tests.cpu.test_triton_sampling import ROWS, VOCAB, expected_token, logits_of
 
 GPU = torch.device("cuda")
@@ -127,6 +130,30 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
             assert_same_bits(gemm(x[rows]), out[rows])
     residual = rows_of(len(x), out_width, dtype=dtype, seed=3)
     assert_same_bits(gemm(x, residual.clone()), residual + out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_matrix_for_each_head(dtype: torch.dtype) -> None:
+    """W_UK and W_UV of a layer, views of one matrix; each row as alone."""
+    whole = rows_of(16, 256, 512, dtype=dtype) / 16
+    for matrices in (whole[:, :128], whole[:, 128:].transpose(1, 2)):
+        x = rows_of(200, 16, matrices.shape[1], dtype=dtype, seed=1)
+        gemm = HeadGemm(matrices)
+
+        out = gemm(x)
+
+        assert_close(out, torch.einsum("thk,hkn->thn", x.double(), matrices.double()).to(dtype))
+        for count in BATCHES:
+            assert_same_bits(gemm(x[-count:]), out[-count:])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_scores_of_the_index_depend_on_no_other_row(kv_dtype: torch.dtype) -> None:
+    """The index of DeepSeek-V3.2: prefills and decodes, alone, in chunks and together."""
+    spec = spec_of(dtype=torch.bfloat16, kv_dtype=kv_dtype, page_size=16)
+    index = PagedIndex(top_k=64, num_heads=64, head_dim=128, device=GPU, page_size=16)
+
+    assert batch_variant_scores(index, spec) == []
 
 
 def test_tokens_are_those_of_the_sampler_of_the_cpu() -> None:

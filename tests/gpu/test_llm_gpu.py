@@ -32,6 +32,28 @@ def test_exact_answers_have_the_same_bits_from_the_cache(dtype: str, tmp_path: P
             assert output.completions[0].logprobs == other.completions[0].logprobs
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("name", ["v2", "v3", "v32"])
+def test_deepseek_answers_are_those_of_the_cpu(name: str, is_exact: bool, tmp_path: Path) -> None:
+    """Latent attention, absorbed and expanded, experts and the sparse index, cold and from the cache."""
+    pytest.importorskip("transformers", reason="writes the checkpoint; the extra ramify[hf]")
+    pytest.importorskip("triton", reason="a CUDA build of torch brings triton")
+    from tests.cpu.deepseek_cases import save_oracle
+
+    save_oracle(name, tmp_path)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [[3 + token % 90 for token in prompt] for prompt in PROMPTS]
+    expected = LLM(tmp_path, kv_cache_tokens=2048, device="cpu").generate(prompts, params)
+    ops = {"ops": "triton", "attention_backend": "triton"} if is_exact else {}
+    llm = LLM(tmp_path, kv_cache_tokens=2048, device="cuda", exact=is_exact, dtype="float32", **ops)  # type: ignore[arg-type]
+
+    for is_warm in (False, True):
+        outputs = llm.generate(prompts, params)
+
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+        assert bool(outputs[0].cache.read_tokens) == is_warm
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     ("ops", "backend"), [("auto", "auto"), ("auto", "sdpa"), ("triton", "auto")]
