@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution import executors
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.llm import LLM
-from ramify.engine.step import StepPlan
+from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.kv.pool import KVPool
 from ramify.params import SamplingParams
@@ -95,19 +95,31 @@ class _DigestingRunner(ModelRunner):
         return logits
 
 
-class _DigestingExecutor(LocalExecutor):
+class _DigestingExecutor:
     """Keeps the digests of the logits of all sampled tokens, by request id and position."""
 
     def __init__(self, runner: _DigestingRunner) -> None:
-        super().__init__(runner)
-        self._digesting_runner = runner
+        self._runner, self._inner = runner, executors.step_executor(runner)
         self.digests: dict[int, dict[int, bytes]] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        super().begin(plan)
+        """See `Executor.begin`."""
+        self._inner.begin(plan)
         if plan.samples:
-            for spec, digest in zip(plan.samples, self._digesting_runner.digests, strict=True):
+            for spec, digest in zip(plan.samples, self._runner.digests, strict=True):
                 self.digests.setdefault(spec.request_id, {})[spec.position] = digest
+
+    def finish(self) -> StepResult:
+        """See `Executor.finish`."""
+        return self._inner.finish()
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """See `Executor.zero_pages`."""
+        self._inner.zero_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_pages`."""
+        self._inner.copy_pages(pairs)
 
 
 class _Instance:

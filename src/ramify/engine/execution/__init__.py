@@ -6,6 +6,7 @@ In reading order:
 
     assembly        `LocalEngine`: config, weights, KV pool, attention backend, runner and core from a
                     checkpoint; loads new weights
+    executors       the executor of an engine's steps, by options and device
     local_executor  `LocalExecutor`: runs a `StepPlan` in this process; finds out-of-memory errors
                     and values that are not finite
     runner          `ModelRunner`: batch arrays to tensors, one forward pass over the paged K/V

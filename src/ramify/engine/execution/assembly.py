@@ -18,7 +18,6 @@ from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import CLOSE_LIMIT_S, EngineCore
 from ramify.engine.description import EngineDescription
 from ramify.engine.execution.content_digest import checkpoint_files
-from ramify.engine.execution.decode_sources import BackendSource, DecodeSource, TorchSource
 from ramify.engine.execution.device import (
     DeviceChoice,
     check_computable,
@@ -27,25 +26,19 @@ from ramify.engine.execution.device import (
     choose_device,
     current,
 )
-from ramify.engine.execution.device_executor import DeviceExecutor
+from ramify.engine.execution.executors import build_executor
 from ramify.engine.execution.identity import identity_of
-from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.open_tiers import open_tiers
 from ramify.engine.execution.prefill_probe import step_model
 from ramify.engine.execution.ranks.open_ranks import Ranks, check_ranks, open_ranks
 from ramify.engine.execution.runner import ModelRunner
-from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
-from ramify.engine.execution.staged_upload import CudaStream
-from ramify.engine.execution.step_graphs import CudaGraphs, DecodeGraphs
 from ramify.engine.identity import EngineIdentity
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import DetokenizerFactory
-from ramify.engine.step import Executor
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.end_tokens import end_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.engine.text.tokenizer_files import has_tokenizer
-from ramify.engine.threaded_executor import ThreadedExecutor
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.checkpoint.find import find_checkpoint
@@ -181,16 +174,9 @@ class LocalEngine:
             self.identity,
             lambda: step_model(self.config, self.runner, self.model_config),
         )
-        by_rejection = requested.speculative.speculative_sampling == "rejection"
-        executor: Executor
-        if device.type == "cpu" or self.ranks is not None:  # rank 0 samples on the host
-            sample_fn = rejection_sample if by_rejection else sample_from_cdf
-            executor = LocalExecutor(self.runner, sample_fn)
-        else:
-            decode = self._decode_graphs() if requested.model.decode_graphs else None
-            executor = DeviceExecutor(self.runner, by_rejection=by_rejection, decode=decode)
-        if device.type == "cpu" and requested.scheduler.overlap == "on":
-            executor = ThreadedExecutor(executor)
+        executor = build_executor(
+            self.runner, self.config, self.attention_spec, self.backend_choice
+        )
         try:
             self.core = EngineCore(
                 self.config,
@@ -346,21 +332,6 @@ class LocalEngine:
                     f"exact=True: on {self.device_choice.name} {name} has other bits alone than in a batch "
                     f"(requests {requests} of the probe); use exact=False (--no-exact), or device='cpu'"
                 )
-
-    def _decode_graphs(self) -> DecodeGraphs:
-        """Graphs over the plans of Triton's kernels, or over attention in torch operations."""
-        spec, pool, num_rows = self.attention_spec, self.runner.pool, self.config.max_num_seqs
-        source: DecodeSource
-        if self.backend_choice.name == "triton":
-            source = BackendSource(self.attention, pool)
-        else:
-            reason = TorchSource.supports(spec)
-            if reason is not None:
-                raise ConfigError(f"decode_graphs=True: {reason}; leave decode_graphs out")
-            max_pages = self.config.max_table_pages
-            source = TorchSource(spec, pool, num_rows=num_rows, max_pages=max_pages)
-        graphs = CudaGraphs(pool.device)
-        return DecodeGraphs(self.runner, source, graphs, CudaStream(), num_rows=num_rows)
 
     def _load_model(self, path: Path, *, progress: bool) -> CausalDecoder:
         requested = self.config.requested
