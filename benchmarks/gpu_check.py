@@ -1,10 +1,11 @@
 """The figures of `make gpu-check`, beside their goals: one JSON file and a table.
 
-    python benchmarks/gpu_check.py [--json FILE] [--only NAME] [--checkpoint DIR]
+    python benchmarks/gpu_check.py [--json FILE] [--only NAME] [--checkpoint DIR] [--strict]
 
 Each figure is measured in a process of its own, because a fault of a kernel ends the CUDA context of
 its process, and has a time limit; the file is written again after each, so that nothing measured is
-lost. Without a CUDA device it says so and ends with status 2.
+lost. Exit status: 0 if all were measured, 1 if one could not be, or a test of the GPU had failed before,
+or, with `--strict`, a goal is missed; 2 without a CUDA device. The file has the same in its `summary`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,30 @@ def run_all(
     return outcomes
 
 
+def summary(
+    goals: Iterable[Goal], outcomes: Sequence[Outcome], tests_status: int | None
+) -> dict[str, Any]:
+    """What came of each goal, by name; `tests` is `passed`, `failed` or None, which is not run.
+
+    Args:
+        tests_status: exit status of the tests that ran before.
+    """
+    measured = {outcome.name for outcome in outcomes}
+    return {
+        "tests": None if tests_status is None else "failed" if tests_status else "passed",
+        "reached": [outcome.name for outcome in outcomes if outcome.is_met],
+        "missed": [outcome.name for outcome in outcomes if outcome.is_met is False],
+        "failed": [outcome.name for outcome in outcomes if outcome.is_met is None],
+        "not_run": [goal.name for goal in goals if goal.name not in measured],
+    }
+
+
+def exit_status(verdict: Mapping[str, Any], *, is_strict: bool) -> int:
+    """1 if a test or a figure failed, or, if strict, a goal is missed; else 0."""
+    is_bad = verdict["tests"] == "failed" or verdict["failed"] or verdict["not_run"]
+    return int(bool(is_bad or (is_strict and verdict["missed"])))
+
+
 def table(goals: Iterable[Goal], outcomes: Iterable[Outcome]) -> str:
     """The outcomes in Markdown, as `docs/performance.md` has them."""
     titles = {goal.name: goal for goal in goals}
@@ -141,6 +166,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), help="file to write")
     parser.add_argument("--only", default="", help="figures whose name contains this")
     parser.add_argument("--checkpoint", type=Path, help="the random 8B model; written if missing")
+    parser.add_argument("--strict", action="store_true", help="a missed goal is a failure")
+    parser.add_argument("--tests-status", type=int, help="exit status of the tests that ran before")
     parser.add_argument("--figure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     import torch
@@ -158,7 +185,11 @@ def main() -> int:
     setting = gpu_figures.setting()
 
     def save(outcomes: list[Outcome]) -> None:
-        document = {"setting": setting, "figures": [asdict(outcome) for outcome in outcomes]}
+        document = {
+            "setting": setting,
+            "summary": summary(goals, outcomes, args.tests_status),
+            "figures": [asdict(outcome) for outcome in outcomes],
+        }
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +203,9 @@ def main() -> int:
         outcomes = run_all(goals, measure, save=save)
     print("\n".join(f"- {name}: {value}" for name, value in setting.items()))
     print("\n" + table(goals, outcomes))
-    return 0
+    verdict = summary(goals, outcomes, args.tests_status)
+    print("\n" + ", ".join(f"{len(verdict[key])} {key}" for key in ("reached", "missed", "failed")))
+    return exit_status(verdict, is_strict=args.strict)
 
 
 if __name__ == "__main__":

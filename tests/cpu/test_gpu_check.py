@@ -12,7 +12,7 @@ import gpu_figures
 import pytest
 import torch
 from gpu_attention import Limits
-from gpu_check import GOALS, Goal, Outcome, run_all, table
+from gpu_check import GOALS, Goal, Outcome, exit_status, run_all, summary, table
 from gpu_clock import DeviceClock, best_seconds, seconds_per_step
 
 from ramify.engine.llm import LLM
@@ -112,6 +112,26 @@ def test_a_figure_that_fails_does_not_lose_the_others() -> None:
     assert lines[4] == "| C | 0.90 s | ≥ 1 s | no |"
 
 
+def test_the_exit_status_says_what_failed() -> None:
+    """A figure that was not measured and a test that failed are failures; a missed goal is one if strict."""
+    goals = [Goal("a", "A", 1.0, ""), Goal("b", "B", 1.0, ""), Goal("c", "C", 1.0, "")]
+    reached, missed = Outcome("a", 2.0, True, None, 1, {}), Outcome("b", 0.5, False, None, 1, {})
+    failed, other = Outcome("c", None, None, "why", 1, {}), Outcome("c", 1.0, True, None, 1, {})
+
+    verdict = summary(goals, [reached, missed, failed], None)
+
+    assert verdict == {
+        "tests": None, "reached": ["a"], "missed": ["b"], "failed": ["c"], "not_run": [],
+    }  # fmt: skip
+    assert exit_status(verdict, is_strict=False) == 1
+    verdict = summary(goals, [reached, missed, other], 0)
+    assert (verdict["tests"], verdict["missed"], verdict["failed"]) == ("passed", ["b"], [])
+    assert (exit_status(verdict, is_strict=False), exit_status(verdict, is_strict=True)) == (0, 1)
+    assert exit_status(summary(goals, [reached, missed, other], 5), is_strict=False) == 1
+    assert summary(goals, [reached], 0)["not_run"] == ["b", "c"]
+    assert exit_status(summary(goals, [reached], 0), is_strict=False) == 1
+
+
 def test_a_figure_whose_process_fails_gives_its_last_line(tmp_path: Path) -> None:
     """The last line of what a process wrote is the reason; without a CUDA device that is the status."""
     if torch.cuda.is_available():
@@ -144,7 +164,10 @@ def test_engine_figures_run_on_a_tiny_model(
         "PREFIX_LEN": 64,
         "TAIL_LEN": 8,
     }
-    on_cpu = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 2048}
+    on_cpu = {
+        "device": "cpu", "dtype": "float32", "kv_cache_tokens": 2048, "ops": "torch",
+        "attention_backend": "auto", "decode_graphs": False,
+    }  # fmt: skip
     monkeypatch.setattr(gpu_figures, "SHAPE", shape)
     for name, size in small.items():
         monkeypatch.setattr(gpu_figures, name, size)

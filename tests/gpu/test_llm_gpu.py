@@ -79,3 +79,33 @@ def test_answers_are_those_of_the_cpu(family: str, ops: str, backend: str, tmp_p
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
         assert bool(outputs[0].cache.read_tokens) == is_warm
     assert llm.engine.runner.pool.device.type == "cuda"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_graphs_and_overlap_change_no_token(backend: str, tmp_path: Path) -> None:
+    """Greedy and drawn tokens in float32 are those of the CPU, whether steps are captured or begun ahead."""
+    path = write_tiny_checkpoint(tmp_path / "llama", "llama")
+    params = [
+        SamplingParams(max_tokens=8 + 4 * at, ignore_eos=True, temperature=0.8 * (at % 2), seed=at)
+        for at in range(len(PROMPTS))
+    ]
+    expected = LLM(path, kv_cache_tokens=2048, device="cpu").generate(PROMPTS, params)
+
+    for has_graphs in (False, True):
+        for overlap in ("off", "on"):
+            llm = LLM(
+                path,
+                kv_cache_tokens=2048,
+                device="cuda",
+                exact=False,
+                dtype="float32",
+                attention_backend=backend,
+                decode_graphs=has_graphs,
+                overlap=overlap,
+            )
+
+            outputs = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS, params)]
+
+            for output, other in zip(outputs, [*expected, *expected], strict=True):
+                assert output.token_ids == other.token_ids, (has_graphs, overlap)
+            assert (llm.engine.core.pipeline.num_ahead > 5) == (overlap == "on")
