@@ -1,6 +1,6 @@
 """Decode steps by graphs, on the CPU by stand-ins: answers of the runner, nothing frozen that changes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ from ramify import LLM, SamplingParams
 from ramify.engine.execution.decode_rows import DecodeRows
 from ramify.engine.execution.decode_sources import BackendSource, TorchSource
 from ramify.engine.execution.device_executor import DeviceExecutor
+from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.staged_upload import NUM_STAGES, StagedUpload
 from ramify.engine.execution.step_graphs import CudaGraphs, DecodeGraphs, row_bucket
+from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.budget import examples
 from tests.cpu.engine_cases import assert_idle
 from tests.cpu.recorded_graphs import LateStream, RecordedGraphs, RecordedStep, RerunGraphs
+from tests.pure.whole_steps import WholeSteps, run_step
 
 CPU = torch.device("cpu")
 STEM = list(range(3, 40))
@@ -99,6 +103,52 @@ def test_a_backend_that_plans_for_graphs_is_captured(tmp_path: Path) -> None:
     assert [output.token_ids for output in got] == [output.token_ids for output in wanted]
     assert 0 < decode.num_captured < decode.num_replayed
     assert_idle(llm)
+
+
+class BothWays(WholeSteps):
+    """Computes each decode step by graphs and by the runner, from the same K/V; answers as the runner."""
+
+    def __init__(self, decode: DecodeGraphs, runner: ModelRunner) -> None:
+        self._decode, self._runner, self._inner = decode, runner, LocalExecutor(runner)
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # logits of both
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._decode.can_run(plan):
+            logits = self._decode.run(plan, None)[1].clone()
+            rows = range(plan.batch.num_tokens)
+            self.pairs.append((logits, self._runner.logits(self._runner.forward(plan), rows)))
+        return run_step(self._inner, plan)
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        self._inner.zero_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._inner.copy_pages(pairs)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 2.0**-5)])
+def test_logits_are_those_of_the_runner_up_to_rounding(
+    dtype: str, limit: float, tmp_path: Path
+) -> None:
+    """A token differs only where two logits are closer than their rounding.
+
+    Graphs attend in float32, torch's backend in the model's dtype: in bfloat16 sampled tokens soon differ,
+    as they do between two backends.
+    """
+    llm = engine(write_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=2), dtype=dtype)
+    _, decode, _ = by_graphs(llm)
+    both = BothWays(decode, llm.engine.runner)
+    llm.engine.core.executor = both
+
+    llm.generate([STEM[: 5 + 6 * at] for at in range(4)], SamplingParams(max_tokens=16))
+
+    assert decode.num_replayed == len(both.pairs) > 10
+    for logits, wanted in both.pairs:
+        size = limit * float(wanted.abs().max())
+        assert float((logits - wanted).abs().max()) <= size
+        best = wanted.topk(2).values
+        is_clear = best[:, 0] - best[:, 1] > 2 * size
+        assert torch.equal(logits.argmax(1)[is_clear], wanted.argmax(1)[is_clear])
 
 
 def test_graphs_are_bounded_and_dropped_with_their_weights(tmp_path: Path) -> None:
