@@ -1,5 +1,6 @@
 """The executor of a device on the CPU: tokens, log probabilities and failures of the executor of the host."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,12 @@ import torch
 from ramify import LLM, SamplingParams, StructuredOutput
 from ramify.engine.execution import device_executor, runner
 from ramify.engine.execution.device_executor import DeviceExecutor
-from ramify.engine.execution.device_sampler import SampledRows, sample_rows
+from ramify.engine.execution.device_sampler import (
+    SampledRows,
+    log_probabilities,
+    row_sums,
+    sample_rows,
+)
 from ramify.engine.execution.kernel_sampler import sample_by_kernels
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.step import SampleSpec
@@ -229,6 +235,24 @@ def specs() -> list[SampleSpec]:
             SampleSpec(index, len(rows), 7, params, index, params.logprobs, draft, transform)
         )
     return rows
+
+
+@pytest.mark.parametrize("width", [1, 7, 300, 70_001])
+def test_log_probabilities_do_not_depend_on_other_rows(width: int) -> None:
+    """The same bits alone and in a batch, also of a row that torch sums with several threads."""
+    logits = 3 * torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    tokens, sums = torch.arange(5) % width, row_sums(logits.double().exp())
+
+    scores = log_probabilities(logits, tokens, 3)
+
+    for row in range(5):
+        alone = log_probabilities(logits[row : row + 1], tokens[row : row + 1], 3)
+        assert all(
+            torch.equal(got[row], other[0]) for got, other in zip(scores, alone, strict=True)
+        )
+        weights = logits[row].double().exp()
+        assert torch.equal(row_sums(weights[None].clone())[0], sums[row])
+        assert float(sums[row]) == pytest.approx(math.fsum(weights.tolist()), rel=1e-14)
 
 
 @pytest.mark.parametrize("by_rejection", [False, True])

@@ -78,7 +78,7 @@ def log_probabilities(
     """
     shifted = logits.double()
     shifted -= shifted.amax(1, keepdim=True)
-    scores = shifted - shifted.exp().sum(1, keepdim=True).log()
+    scores = shifted - row_sums(shifted.exp())[:, None].log()
     num_top = min(num_top, scores.shape[1])
     if num_top:
         top = torch.sort(scores, dim=1, descending=True, stable=True)
@@ -86,6 +86,19 @@ def log_probabilities(
     else:
         ids, values = tokens.new_empty(len(tokens), 0), scores.new_empty(len(tokens), 0)
     return scores.gather(1, tokens[:, None])[:, 0], ids, values
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """Sum of each row of `values` [R, N], by halves: [R]. Overwrites `values`.
+
+    The bits of a row's sum are the same whatever rows are beside it. Those of torch's `sum` are not:
+    it splits a long row between threads, or blocks, if there are few.
+    """
+    while (width := values.shape[1]) > 1:
+        half = width // 2
+        values[:, :half] += values[:, width - half :]
+        values = values[:, : width - half]
+    return values[:, 0]
 
 
 def collect_samples(
