@@ -28,13 +28,12 @@ def append_sampled_tokens(
         request.pending_finish_reason = FinishReason.LENGTH
         return
     tokens: list[int] = []
-    output_ids = [*request.output_ids]  # with `tokens`
+    num_tokens = len(request.output_ids)  # with `tokens`
     text, stop_reason, finish_reason = request.text, request.stop_reason, None
     error = request.error
     for token in sampled.token_ids:
         tokens.append(token)
-        output_ids.append(token)
-        num_tokens = len(output_ids)
+        num_tokens += 1
         if token in request.stop_token_ids:
             finish_reason, stop_reason = FinishReason.STOP, token
             if request.params.include_stop and request.detokenizer is not None:
@@ -48,7 +47,7 @@ def append_sampled_tokens(
                     finish_reason, stop_reason = FinishReason.STOP, stop
             processor = request.logits_processor
             if finish_reason is None and processor is not None and len(tokens) > num_continued:
-                finish_reason, error = _grammar_end(processor, output_ids)
+                finish_reason, error = _grammar_end(processor, [*request.output_ids, *tokens])
             if finish_reason is None and len(request.prompt_ids) + num_tokens >= request.max_len:
                 finish_reason = FinishReason.LENGTH
         if finish_reason is not None:

@@ -55,7 +55,11 @@ class Detokenizer:
         if len(self._window) > self._prefix_len:
             self._window = self._window[self._prefix_len :]
             self._prefix_len = len(self._window)
-            self._prefix_text = self._tokenizer.decode(self._window)
+            window, tokenizer = self._window, self._tokenizer
+            is_single = len(window) == 1
+            self._prefix_text = (
+                tokenizer.decode_token(window[0]) if is_single else tokenizer.decode(window)
+            )
         return held
 
     def finish(self) -> str:

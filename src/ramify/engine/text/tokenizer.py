@@ -33,6 +33,7 @@ from ramify.library_panics import panics_as_errors
 from ramify.models.configs.fields import read_optional_json
 from ramify.models.gguf.container import is_gguf, read_container
 
+MAX_DECODED = 1 << 15  # texts of single tokens, some 3 MB
 _guarded = panics_as_errors("the package tokenizers")
 
 
@@ -53,6 +54,7 @@ class Tokenizer:
             chat_templates: name → Jinja source; `default` is used unless tools ask for `tool_use`.
         """
         self._core = core
+        self._decoded: dict[int, str] = {}  # see `decode_token`
         self._core.no_truncation()
         self._core.no_padding()
         self.special_tokens = dict(special_tokens)
@@ -213,6 +215,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids without a text (padding of the vocabulary) are skipped."""
         return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_token(self, token_id: int) -> str:
+        """`decode` of a single token, remembered: every answer begins anew behind each of its tokens."""
+        text = self._decoded.get(token_id)
+        if text is None:
+            text = self.decode([token_id])
+            if len(self._decoded) == MAX_DECODED:
+                self._decoded.clear()
+            self._decoded[token_id] = text
+        return text
 
     @_guarded
     def token_text(self, token_id: int) -> str:
