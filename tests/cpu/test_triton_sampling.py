@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -95,7 +93,7 @@ ROWS = {
 def test_tokens_are_those_of_the_sampler_of_the_cpu() -> None:
     """Every option alone and together, over seeds and positions, from the same random numbers."""
     rows = [
-        replace(row, seed=seed, position=position)
+        row._replace(seed=seed, position=position)
         for row in ROWS.values()
         for seed, position in ((1, 5), (2**63 - 12345, 40_000))
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,7 +157,7 @@ def test_scores_of_the_index_depend_on_no_other_row(kv_dtype: torch.dtype) -> No
 def test_tokens_are_those_of_the_sampler_of_the_cpu() -> None:
     """Every option alone and together, over seeds and positions, from the same random numbers."""
     rows = [
-        replace(row, seed=seed, position=position)
+        row._replace(seed=seed, position=position)
         for row in ROWS.values()
         for seed, position in ((1, 5), (2**63 - 12345, 40_000), (77, 12))
     ]
@@ -179,7 +177,7 @@ def test_a_large_vocabulary_is_sampled_without_a_host_sync() -> None:
     vocab_size, count = 128_256, 12
     logits = rows_of(count, vocab_size, dtype=torch.float32) * 3
     rows = [
-        replace(row, mask=None, position=at, seed=3)
+        row._replace(mask=None, position=at, seed=3)
         for at, row in enumerate(
             [ROWS["top_p"], ROWS["top_k"], ROWS["all of them"], ROWS["edits"]] * 3
         )

@@ -34,12 +34,9 @@ def sample_rows(logits: Tensor, specs: Sequence[SampleSpec], *, by_rejection: bo
         logits: [R, vocab_size] float32, 1 + len(spec.draft) rows for each spec; overwritten.
         by_rejection: draft tokens are accepted by rejection sampling.
     """
-    are_finite = logits.amax(1).isfinite()  # a NaN is larger than all numbers
-    if all(
-        spec.num_logprobs is None and spec.logits is None and spec.params.temperature == 0.0
-        for spec in specs
-    ):
-        return SampledRows(logits.argmax(1), are_finite, are_finite)
+    if are_greedy(specs):
+        return greedy_rows(logits)
+    are_finite = _are_finite(logits)
     rows = rows_of(specs)
     reporting = [row for row, spec, _ in rows if spec.num_logprobs is not None]
     scores = logits[_indices(reporting, logits)] if reporting else None
@@ -66,6 +63,24 @@ def sample_rows(logits: Tensor, specs: Sequence[SampleSpec], *, by_rejection: bo
     num_top = max(spec.num_logprobs or 0 for spec in specs)
     reported = log_probabilities(scores, tokens[_indices(reporting, logits)], num_top)
     return SampledRows(tokens, are_finite, are_allowed, reported)
+
+
+def are_greedy(specs: Sequence[SampleSpec]) -> bool:
+    """Whether all that is needed of each row is its likeliest token."""
+    return all(
+        spec.num_logprobs is None and spec.logits is None and spec.params.temperature == 0.0
+        for spec in specs
+    )
+
+
+def greedy_rows(logits: Tensor) -> SampledRows:
+    """The likeliest token of each row of logits [R, vocab_size], of equals the lowest id."""
+    are_finite = _are_finite(logits)
+    return SampledRows(logits.argmax(1), are_finite, are_finite)
+
+
+def _are_finite(logits: Tensor) -> Tensor:
+    return logits.amax(1).isfinite()  # a NaN is larger than all numbers
 
 
 def log_probabilities(

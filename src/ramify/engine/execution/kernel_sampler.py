@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.engine.execution.device_sampler import SampledRows, log_probabilities, rows_of
+from ramify.engine.execution.device_sampler import (
+    SampledRows,
+    are_greedy,
+    greedy_rows,
+    log_probabilities,
+    rows_of,
+)
 from ramify.engine.execution.host_copies import to_device
 from ramify.engine.logits.banned_sequences import without_tokens
 from ramify.engine.logits.logits_processors import LogitsTransform, TokenBitmask
@@ -36,22 +41,25 @@ def sample_by_kernels(logits: Tensor, specs: Sequence[SampleSpec]) -> SampledRow
     from ramify.kernels.triton.sampling import NOT_FINITE, OK
 
     width, device, rows = logits.shape[1], logits.device, list[SampleRow]()
-    for _, spec, at in rows_of(specs):
+    if are_greedy(specs):  # two passes over the logits, and nothing to upload
+        return greedy_rows(logits)
+    placed = rows_of(specs)
+    for _, spec, at in placed:
         params, transform = spec.params, spec.logits
         row = SampleRow(
-            position=spec.position + at,
-            seed=int(np.uint64(spec.seed).view(np.int64)),
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
+            spec.position + at,
+            spec.seed,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
         )
         if transform is not None and at < transform.num_rows:
             row = _transformed(row, transform, at, width)
         rows.append(row)
     sampled = SampleBatch.of(rows, width, device).sample(logits)
     tokens, statuses, scores = sampled.tokens.long(), sampled.statuses, None
-    reporting = [row for row, spec, _ in rows_of(specs) if spec.num_logprobs is not None]
+    reporting = [row for row, spec, _ in placed if spec.num_logprobs is not None]
     if reporting:
         # By the operations that score prompts: the same token has the same log probability in both.
         index = to_device(np.array(reporting, np.int64), device)
@@ -65,16 +73,14 @@ def _transformed(row: SampleRow, transform: LogitsTransform, at: int, width: int
     params, seen = transform.params, transform.token_counts
     if seen is not None:
         seen = seen.plus(transform.draft[:at])
-        row = replace(
-            row,
+        row = row._replace(
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             seen_ids=seen.ids.astype(np.int32),
             seen_counts=seen.counts.astype(np.int32),
         )
-    return replace(
-        row,
+    return row._replace(
         mask=_mask(transform, at, width),
         bias_ids=transform.bias_ids.astype(np.int32),
         bias=transform.bias,

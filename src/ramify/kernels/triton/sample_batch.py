@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +16,22 @@ from ramify.kernels.triton.sampling import sample_rows, top_logprobs
 
 BLOCK = 2048  # ids that a program reads at a time
 ENTRIES = 256  # biases or seen tokens likewise
+ALIGNMENT = 16  # bytes
+DTYPES = {
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+}
 TEMPERATURES = 1e-30, 1e30  # beyond, draws are those at the limit
 NO_IDS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_VALUES: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleRow:
-    """How to sample from a row of logits; the meaning of each field is that of `SamplingParams`."""
+class SampleRow(NamedTuple):
+    """How to sample from a row of logits; the meaning of each field is that of `SamplingParams`.
+
+    A tuple: each step makes one for each row.
+    """
 
     position: int  # of the token to draw; with the seed it decides the random number
     seed: int = 0
@@ -35,10 +43,10 @@ class SampleRow:
     presence: float = 0.0
     frequency: float = 0.0
     mask: NDArray[np.uint8] | None = None  # a `TokenBitmask`; None allows all
-    bias_ids: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)  # distinct
-    bias: NDArray[np.float32] = field(default_factory=lambda: NO_VALUES)
-    seen_ids: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)  # distinct
-    seen_counts: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)  # in the output
+    bias_ids: NDArray[np.int32] = NO_IDS  # distinct
+    bias: NDArray[np.float32] = NO_VALUES
+    seen_ids: NDArray[np.int32] = NO_IDS  # distinct
+    seen_counts: NDArray[np.int32] = NO_IDS  # in the output
 
 
 class SampledRows(NamedTuple):
@@ -70,60 +78,39 @@ class SampleBatch:
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow], vocab_size: int, device: torch.device) -> SampleBatch:
-        """Upload the parameters of some rows."""
-
-        def upload(array: NDArray[np.generic]) -> Tensor:
-            tensor = torch.from_numpy(array)
-            if device.type == "cuda":
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=True)
-
-        def starts(length: Callable[[SampleRow], int]) -> Tensor:
-            return upload(np.array([0, *accumulate(map(length, rows))], np.int32))
-
-        def joined(part: Callable[[SampleRow], NDArray[np.generic]], dtype: type) -> Tensor:
-            # never empty, because a kernel gets an address
-            return upload(np.concatenate([*map(part, rows), np.zeros(1)]).astype(dtype))
-
+        """Upload the parameters of some rows, by one copy."""
         num_words = -(-vocab_size // 32)
         masked = [row.mask for row in rows if row.mask is not None]
         masks = np.zeros((max(1, len(masked)), num_words * 4), np.uint8)
         for words, mask in zip(masks, masked, strict=False):
             words[: len(mask)] = mask
         mask_rows = accumulate(int(row.mask is not None) for row in rows)
+        floats = [
+            (_float32(row.temperature), row.top_p, row.min_p, row.repetition, row.presence, row.frequency)
+            for row in rows
+        ]  # fmt: skip
+        ints = [
+            (
+                vocab_size if row.top_k is None else min(row.top_k, vocab_size),
+                -1 if row.mask is None else number - 1,
+                row.position,
+            )
+            for row, number in zip(rows, mask_rows, strict=True)
+        ]
         return cls(
             vocab_size,
-            upload(
-                np.array(
-                    [
-                        (_float32(row.temperature), row.top_p, row.min_p, row.repetition, row.presence, row.frequency)
-                        for row in rows
-                    ],
-                    np.float32,
-                ).reshape(-1, 6)
+            *_upload(
+                (
+                    np.array(floats, np.float32).reshape(-1, 6),
+                    np.array(ints, np.int32).reshape(-1, 3),
+                    np.array([row.seed for row in rows], np.uint64).view(np.int64),
+                    masks.view(np.int32),
+                    *_joined([row.bias_ids for row in rows], [row.bias for row in rows]),
+                    *_joined([row.seen_ids for row in rows], [row.seen_counts for row in rows]),
+                ),
+                device,
             ),
-            upload(
-                np.array(
-                    [
-                        (
-                            vocab_size if row.top_k is None else min(row.top_k, vocab_size),
-                            -1 if row.mask is None else number - 1,
-                            row.position,
-                        )
-                        for row, number in zip(rows, mask_rows, strict=True)
-                    ],
-                    np.int32,
-                ).reshape(-1, 3)
-            ),
-            upload(np.array([row.seed for row in rows], np.int64)),
-            upload(masks.view(np.int32)),
-            starts(lambda row: len(row.bias_ids)),
-            joined(lambda row: row.bias_ids, np.int32),
-            joined(lambda row: row.bias, np.float32),
-            starts(lambda row: len(row.seen_ids)),
-            joined(lambda row: row.seen_ids, np.int32),
-            joined(lambda row: row.seen_counts, np.int32),
-        )  # fmt: skip
+        )
 
     def sample(
         self, logits: Tensor, *, edited: Tensor | None = None, block: int = BLOCK
@@ -150,6 +137,38 @@ class SampleBatch:
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         return SampledRows(tokens, statuses, logprobs, log_sums)
+
+
+def _joined(
+    ids: Sequence[NDArray[np.int32]], values: Sequence[NDArray[np.generic]]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.generic]]:
+    """Where each row's entries begin [rows + 1]; the entries of all rows, not empty: kernels get addresses."""
+    starts, dtype = np.zeros(len(ids) + 1, np.int32), values[0].dtype if values else NO_IDS.dtype
+    if not any(map(len, ids)):
+        return starts, np.zeros(1, np.int32), np.zeros(1, dtype)
+    np.cumsum([len(row) for row in ids], out=starts[1:])
+    return starts, np.concatenate(ids, dtype=np.int32), np.concatenate(values, dtype=dtype)
+
+
+def _upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays on a device, by one copy that the host does not wait for.
+
+    Each begins at a multiple of 16 bytes: for others, Triton compiles a kernel of its own.
+    """
+    ends = [*accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    spans = [
+        slice(begin, begin + array.nbytes) for begin, array in zip([0, *ends], arrays, strict=False)
+    ]
+    buffer = host.numpy()
+    for span, array in zip(spans, arrays, strict=True):
+        buffer[span] = array.reshape(-1).view(np.uint8)
+    # torch keeps the pinned memory until the copy is done.
+    uploaded = host.to(device, non_blocking=True)
+    return [
+        uploaded[span].view(DTYPES[array.dtype]).view(array.shape)
+        for span, array in zip(spans, arrays, strict=True)
+    ]
 
 
 def _float32(temperature: float) -> float:
