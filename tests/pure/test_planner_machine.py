@@ -11,6 +11,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -53,7 +54,7 @@ class CountingPlanner(RadixAttentionPlanner):
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """Sequences arrive, compute in chunks, fail, continue and leave, in any order and mixture."""
+    """Sequences arrive, compute in chunks, run ahead, fail, continue and leave, in any order and mixture."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4, 8]),
@@ -80,6 +81,9 @@ class PlannerMachine(RuleBasedStateMachine):
         )
         self.device = FakeExecutor(num_pages, page_size, vocab_size=VOCAB, window=window)
         self.live: list[RadixSequence] = []
+        # The tokens that the steps in flight sample for sequences which run ahead.
+        self.late: dict[RadixSequence, int] = {}
+        self.promoted = set[RadixSequence]()  # whose plan is one that was made ahead
         self.page_size = page_size
 
     # -- rules ---------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class PlannerMachine(RuleBasedStateMachine):
         able = [
             sequence
             for sequence in self.live
-            if not sequence.num_planned and sequence.num_uncomputed
+            if not sequence.is_planned and sequence.num_uncomputed
         ]
         chosen = self.choose(able, mask, turn)
         limits = [
@@ -131,7 +135,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.arrive(stem + more, 1, b"", [True])
         family = self.live[first:]
         self.run_step(family, [sequence.num_uncomputed for sequence in family])
-        self.planner.commit(
+        self.end_step(
             [
                 sequence
                 for index, sequence in enumerate(family)
@@ -148,7 +152,10 @@ class PlannerMachine(RuleBasedStateMachine):
             assert self.state() == before
             return
         assert self.cache.num_reserved - reserved == self.planner.demand
-        self.assert_built_anew(batch, chosen)
+        self.promoted.difference_update(chosen)
+        self.assert_built_anew(
+            batch, chosen, [(sequence.num_computed, sequence.num_planned) for sequence in chosen]
+        )
         if batch.page_copies and self.evicts_before_copies:
             self.cache.evict(1000)
             free = [page for page in range(self.cache.num_pages) if self.cache.is_free(page)]
@@ -169,12 +176,18 @@ class PlannerMachine(RuleBasedStateMachine):
             expected = fake_next_token(chosen[draw.request_id].tokens, VOCAB)
             assert result.sampled[draw.request_id].token_ids[0] == expected
 
-    def assert_built_anew(self, batch: AttentionBatch, chosen: list[RadixSequence]) -> None:
-        """The batch equals one built from scratch, whatever the planner reuses of the last step."""
+    def assert_built_anew(
+        self, batch: AttentionBatch, chosen: list[RadixSequence], spans: list[tuple[int, int]]
+    ) -> None:
+        """The batch equals one built from scratch, whatever the planner reuses of the last step.
+
+        Args:
+            spans: tokens before those of the step, and tokens of the step, of each sequence.
+        """
         rows = [sequence.row for sequence in chosen if sequence.row is not None]
         extends = [
-            Extend(index, row, sequence.num_computed, sequence.num_planned)
-            for index, (sequence, row) in enumerate(zip(chosen, rows, strict=True))
+            Extend(index, row, *span)
+            for index, (row, span) in enumerate(zip(rows, spans, strict=True))
         ]
         leases = [sequence.lease for sequence in chosen if sequence.lease is not None]
         anew = AttentionBatch.build(extends, self.planner.table, self.cache.sharing(leases))
@@ -190,7 +203,7 @@ class PlannerMachine(RuleBasedStateMachine):
         able = [
             sequence
             for sequence in self.live
-            if not sequence.num_planned and sequence.num_uncomputed == 1
+            if not sequence.is_planned and sequence.num_uncomputed == 1
         ]
         chosen = self.choose(able, mask, turn)
         for step in range(num_steps):
@@ -199,22 +212,131 @@ class PlannerMachine(RuleBasedStateMachine):
             self.run_step(chosen, [1] * len(chosen))
             if not all(sequence.num_planned for sequence in chosen):
                 return
-            self.planner.commit(chosen)
+            self.end_step(chosen)
             for sequence in chosen:
                 sequence.tokens.append((step + len(sequence.tokens)) % VOCAB)
 
-    @rule(mask=MASKS, turn=TURNS, drop=st.sampled_from([0, 0, 0, 1, 2]))
-    def commit(self, mask: int, turn: int, drop: int) -> None:
-        """Commit some planned sequences; their last tokens may be dropped."""
-        chosen = self.choose(
-            [sequence for sequence in self.live if sequence.num_planned], mask, turn
+    def may_run_ahead(self, sequence: RadixSequence) -> bool:
+        """Whether its next token is known, or what the step in flight samples."""
+        end = sequence.num_computed + sequence.num_planned
+        is_known = sequence.num_planned == 0
+        return (
+            sequence.lease is not None
+            and not sequence.num_ahead
+            and len(sequence.tokens) == end + is_known
+            and end < MAX_TOKENS
         )
+
+    @precondition(lambda self: any(map(self.may_run_ahead, self.live)))
+    @rule(mask=MASKS, turn=TURNS)
+    def run_ahead(self, mask: int, turn: int) -> None:
+        """Some sequences get a second plan; the one before is committed later, or never."""
+        able = [sequence for sequence in self.live if self.may_run_ahead(sequence)]
+        self.begin_ahead(self.choose(able, mask, turn))
+
+    @precondition(lambda self: any(not sequence.is_planned for sequence in self.live))
+    @rule(mask=MASKS, turn=TURNS, num_steps=st.integers(1, 9), ends_at=st.integers(0, 9))
+    def decode_ahead(self, mask: int, turn: int, num_steps: int, ends_at: int) -> None:
+        """Each step is planned before the one in front is committed; the last stays in flight."""
+        able = [s for s in self.live if not s.is_planned and len(s.tokens) < MAX_TOKENS]
+        chosen = self.choose(able, mask, turn)
+        for sequence in chosen:
+            if not sequence.num_uncomputed:
+                sequence.tokens.append(1 + 9 * len(sequence.namespace))
+        self.run_step(chosen, [sequence.num_uncomputed for sequence in chosen])
+        for step in range(num_steps):
+            self.begin_ahead(chosen)
+            in_front = [sequence for sequence in chosen if sequence.num_planned]
+            self.end_step(in_front, num_ending=int(step == ends_at))
+            chosen = [s for s in chosen if s in self.live and s.num_planned]
+
+    def begin_ahead(self, sequences: list[RadixSequence]) -> None:
+        """Plan and execute one more token of the sequences that may run ahead.
+
+        The drawn token is that of the whole context, as without running ahead.
+        """
+        chosen = [sequence for sequence in sequences if self.may_run_ahead(sequence)]
+        if not chosen:
+            return
+        before = self.state()
+        try:
+            batch = self.planner.ahead.plan(chosen)
+        except OutOfPagesError:
+            assert self.state() == before
+            return
+        spans = [(sequence.num_computed + sequence.num_planned, 1) for sequence in chosen]
+        self.assert_built_anew(batch, chosen, spans)
+        for sequence in chosen:
+            if sequence.num_planned:
+                self.late[sequence] = 1 + 9 * len(sequence.namespace)
+        contexts = [
+            [*sequence.tokens, *([self.late[sequence]] if sequence in self.late else [])]
+            for sequence in chosen
+        ]
+        samples = [
+            SampleSpec(row, row, len(tokens), SamplingParams(), 0, None)
+            for row, tokens in enumerate(contexts)
+        ]
+        last = np.array([tokens[-1] for tokens in contexts], np.int64)
+        result = self.device.execute(
+            StepPlan(batch, last, tuple(samples), (), tuple(range(batch.num_seqs)))
+        )
+        for row, tokens in enumerate(contexts):
+            assert result.sampled[row].token_ids == (fake_next_token(array("i", tokens), VOCAB),)
+
+    def end_step(
+        self, sequences: list[RadixSequence], kept: list[int] | None = None, *, num_ending: int = 0
+    ) -> None:
+        """Commit plans; what runs ahead of these, or of nothing, is the plan in flight then.
+
+        Args:
+            num_ending: sequences that end with the token that they sample, of those running ahead.
+        """
+        self.planner.commit(sequences, kept)
+        self.promoted.difference_update(sequences)
+        ahead = [sequence for sequence in self.live if sequence.num_ahead > sequence.num_planned]
+        for sequence in ahead:
+            if sequence in self.late:
+                sequence.tokens.append(self.late.pop(sequence))
+        self.leave(ahead[:num_ending])
+        going_on = [sequence for sequence in ahead[num_ending:] if sequence.num_ahead]
+        self.planner.ahead.promote(going_on)
+        self.promoted.update(going_on)
+
+    @precondition(lambda self: any(sequence.num_ahead for sequence in self.live))
+    @rule(mask=MASKS)
+    def cancel_ahead(self, mask: int) -> None:
+        """A second step that was not begun; the first is as it was."""
+        ahead = [sequence for sequence in self.live if sequence.num_ahead]
+        for sequence in self.choose(ahead, mask, 0):
+            self.planner.ahead.cancel([sequence])
+            self.late.pop(sequence, None)
+
+    @precondition(lambda self: self.promoted.intersection(self.live))
+    @rule(mask=MASKS)
+    def drop_step(self, mask: int) -> None:
+        """The step in flight, which was planned ahead, is waited for and planned again."""
+        able = [s for s in self.live if s in self.promoted and s.num_planned and not s.num_ahead]
+        able = [sequence for sequence in able if sequence.num_uncomputed == 1]
+        self.planner.ahead.undo(self.choose(able, mask, 0))
+        self.promoted.difference_update(able)
+
+    @rule(
+        mask=MASKS,
+        turn=TURNS,
+        drop=st.sampled_from([0, 0, 0, 1, 2]),
+        num_ending=st.sampled_from([0, 0, 1, 2]),
+    )
+    def commit(self, mask: int, turn: int, drop: int, num_ending: int) -> None:
+        """Commit some planned sequences; their last tokens may be dropped, unless they run ahead."""
+        planned = [sequence for sequence in self.live if sequence.num_planned]
+        chosen = self.choose([s for s in planned if not (drop and s.num_ahead)], mask, turn)
         kept = []
         for sequence in chosen:
             assert sequence.lease is not None
             certain = max(0, sequence.lease.num_tokens - sequence.num_computed)
             kept.append(max(certain, sequence.num_planned - drop))
-        self.planner.commit(chosen, kept)
+        self.end_step(chosen, kept, num_ending=num_ending)
         if drop:
             for sequence in chosen:  # as with rejected drafts: other tokens follow
                 del sequence.tokens[max(sequence.num_computed, 1) :]
@@ -223,7 +345,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def commit_the_newest(self, mask: int) -> None:
         """The last one or two planned: followers are committed before their leaders."""
         planned = [sequence for sequence in self.live if sequence.num_planned]
-        self.planner.commit(planned[-1 - mask % 2 :][::-1])
+        self.end_step(planned[-1 - mask % 2 :][::-1])
 
     @rule(mask=MASKS)
     def abandon(self, mask: int) -> None:
@@ -231,27 +353,35 @@ class PlannerMachine(RuleBasedStateMachine):
         chosen = planned[mask % 8 :][:1]
         for sequence in self.planner.abandon(chosen):
             assert sequence in self.live
-            assert (sequence.row, sequence.lease, sequence.num_planned, sequence.num_computed) == (
+            assert (sequence.row, sequence.lease, sequence.is_planned, sequence.num_computed) == (
                 None,
                 None,
-                0,
+                False,
                 0,
             )
+            self.late.pop(sequence, None)
 
     @rule(mask=MASKS, count=st.sampled_from([1, 1, 4, 9]))
     def append(self, mask: int, count: int) -> None:
         """Append a token, or a whole turn."""
         for index, sequence in enumerate(self.live):
-            if mask >> index & 1 and len(sequence.tokens) + count <= MAX_TOKENS:
+            has_room = len(sequence.tokens) + count <= MAX_TOKENS and not sequence.num_ahead
+            if mask >> index & 1 and has_room:
                 sequence.tokens.extend([1 + 9 * len(sequence.namespace)] * count)
 
     @rule(mask=MASKS)
     def release(self, mask: int) -> None:
-        chosen = self.live[mask % MAX_LIVE :][: 1 + mask // 64]
+        self.leave(self.live[mask % MAX_LIVE :][: 1 + mask // 64])
+
+    def leave(self, chosen: list[RadixSequence]) -> None:
+        """End sequences, whatever of them is in flight."""
         reset = self.planner.release(chosen)
         for sequence in chosen:
             self.live.remove(sequence)
         assert all(sequence in self.live and sequence.lease is None for sequence in reset)
+        for sequence in [*chosen, *reset]:
+            assert not sequence.is_planned
+            self.late.pop(sequence, None)
 
     @rule(num_pages=st.sampled_from([1, 2, 3, 1000]))
     def evict(self, num_pages: int) -> None:
@@ -277,7 +407,8 @@ class PlannerMachine(RuleBasedStateMachine):
             pages = self.table.pages(sequence.row)
             assert pages == [*sequence.lease.pages, *sequence.private]
             assert len(pages) >= -(
-                -(sequence.num_computed + sequence.num_planned) // self.page_size
+                -(sequence.num_computed + sequence.num_planned + sequence.num_ahead)
+                // self.page_size
             )
             assert not any(self.cache.is_free(page) for page in pages)
             private = set(sequence.private) - {self.cache.num_pages}
@@ -337,6 +468,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 tuple(sequence.private),
                 sequence.num_computed,
                 sequence.num_planned,
+                sequence.num_ahead,
                 sequence.num_copied,
                 sequence.source,
             )

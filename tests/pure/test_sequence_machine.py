@@ -22,7 +22,7 @@ class LifeMachine(PlannerMachine):
             sequence
             for sequence in getattr(self, "live", ())
             if sequence.lease is not None
-            and not sequence.num_planned
+            and not sequence.is_planned
             and sequence not in awaiting_leader
         ]
 

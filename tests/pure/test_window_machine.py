@@ -45,13 +45,13 @@ class WindowMachine(LifeMachine):
     def chunks(self, mask: int, turn: int, limit: int, num_steps: int) -> None:
         """Compute some sequences in chunks, as far as the pages reach."""
         for _ in range(num_steps):
-            able = [s for s in self.live if s.num_uncomputed and not s.num_planned]
+            able = [s for s in self.live if s.num_uncomputed and not s.is_planned]
             chosen = self.choose(able, mask, turn)[:2]
             self.run_step(chosen, [min(limit, s.num_uncomputed) for s in chosen])
             planned = [s for s in chosen if s.num_planned]
             if not planned:
                 return
-            self.planner.commit(planned)
+            self.end_step(planned)
 
 
 def test_released_pages_are_never_read_and_never_lost() -> None:
