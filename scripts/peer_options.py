@@ -43,7 +43,7 @@ VLLM = Peer(
             --logits-processors --enable-prompt-tokens-details --enable-force-include-usage""",
         "Server": """--host --port --api-key --root-path --ssl-keyfile --ssl-certfile
             --allowed-origins --middleware --uvicorn-log-level --enable-log-requests
-            --disable-log-stats --shutdown-timeout --config""",
+            --disable-log-stats --otlp-traces-endpoint --shutdown-timeout --config""",
     },
 )
 
@@ -72,7 +72,7 @@ SGLANG = Peer(
         "Answers": """--sampling-defaults --tool-call-parser --reasoning-parser --grammar-backend
             --chat-template --enable-custom-logit-processor --allow-auto-truncate""",
         "Server": """--host --port --api-key --admin-api-key --fastapi-root-path --log-level
-            --log-requests --enable-metrics --warmups --config""",
+            --log-requests --enable-metrics --enable-trace --warmups --config""",
     },
 )
 
@@ -99,7 +99,7 @@ LLAMA_CPP = Peer(
             --reasoning-budget --embeddings --reranking --pooling""",
         "Server": """--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file
             --cors-origins --api-prefix --timeout --threads-http --metrics --props --ui --tools
-            --log-disable --verbose""",
+            --log-disable --log-file --verbose""",
     },
 )
 

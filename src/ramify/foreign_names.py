@@ -278,6 +278,9 @@ ENGINE_NAMES: Mapping[str, str] = {
         ("disable_log_requests", "enable_log_requests", "log_requests", "log_prompts_dir"),
         _NO_LOG_TEXT,
     ),
+    **dict.fromkeys(
+        ("otlp_traces_endpoint", "enable_trace"), "use --otlp-endpoint of ramify serve"
+    ),
     "log_disable": "the log goes to stderr; redirect it",
     "admin_api_key": "use --admin-key of ramify serve",
     "cors_origins": "use --allowed-origins of ramify serve",
