@@ -69,7 +69,7 @@ options: $(DEV)  ## rewrite the pages of docs/ that are made of code: options, m
 docs: $(SITE)  ## the documentation as a site in build/site; a lost link is an error
 	@$(BIN)/python scripts/docs_site.py
 
-docs-serve: $(SITE)  ## the same on http://localhost:8000, built again when the copies in build/pages change
+docs-serve: $(SITE)  ## the same on http://localhost:8000; another make docs shows changes there
 	@$(BIN)/python scripts/docs_site.py --serve
 
 bench: $(DEV)  ## Ramify beside Hugging Face generate on shared prefixes

@@ -7,7 +7,7 @@ The pages of docs/ stay as GitHub shows them. Their copies in build/pages differ
 - Links that leave docs/ lead to pages of the site: the changelog and the others of `PROJECT_PAGES`, and a page
   with the text of any other file of the repository, or with the list of a folder.
 - Notebooks become pages.
-- The lab notebook and the texts of files are not searched.
+- The lab notebook, the changelog and the texts of files are not searched.
 
 `zensical build --strict` then fails for a link or an anchor that leads nowhere; afterwards every page of
 build/site is read, and a page that loads anything from another site is an error, as is a lost link.
@@ -39,6 +39,7 @@ PROJECT_PAGES = {
     "SECURITY.md": "project/security.md",
     "README.md": "index.md",
 }
+HISTORY = ("log.md", "project/changelog.md")  # longer than all other pages together
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 MAX_TEXT_BYTES = 100_000  # larger files are copied as they are
@@ -72,7 +73,7 @@ class Staging:
             page = source.relative_to(DOCS).as_posix()
             if source.suffix == ".md":
                 text = source.read_text(encoding="utf-8")
-                self._write_page(page, text, source, is_searched=page != "log.md")
+                self._write_page(page, text, source, is_searched=page not in HISTORY)
             elif source.suffix == ".ipynb":
                 text = notebook_markdown(source.read_text(encoding="utf-8"))
                 self._write_page(page.removesuffix(".ipynb") + ".md", text, source)
@@ -81,7 +82,8 @@ class Staging:
         for name, page in PROJECT_PAGES.items():
             if page.startswith("project/"):
                 source = ROOT / name
-                self._write_page(page, source.read_text(encoding="utf-8"), source)
+                text = source.read_text(encoding="utf-8")
+                self._write_page(page, text, source, is_searched=page not in HISTORY)
         self._write_config()
 
     def _write_config(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_site import DOCS, NOT_SEARCHED, PROJECT_PAGES, Staging, faults
+from docs_site import DOCS, HISTORY, NOT_SEARCHED, PROJECT_PAGES, Staging, faults
 from notebook_page import notebook_markdown
 
 CONFIG = tomllib.loads((DOCS / "zensical.toml").read_text(encoding="utf-8"))["project"]
@@ -72,15 +72,17 @@ def test_every_staged_link_leads_to_a_staged_file(staged: Path) -> None:
     assert lost == []
 
 
-def test_the_lab_notebook_is_not_searched(staged: Path) -> None:
-    """It is longer than all other pages together; every other page of docs/ is searched."""
-    hidden = [
-        page.name
-        for page in (staged / "pages").glob("*.md")
+def test_history_is_not_searched(staged: Path) -> None:
+    """Neither the lab notebook nor the changelog, nor texts of files; every other page is."""
+    pages = staged / "pages"
+    hidden = {
+        page.relative_to(pages).as_posix()
+        for page in pages.rglob("*.md")
         if page.read_text(encoding="utf-8").startswith(NOT_SEARCHED)
-    ]
+    }
 
-    assert hidden == ["log.md"]
+    assert {page for page in hidden if not page.startswith("files/")} == set(HISTORY)
+    assert "files/deploy/nginx.conf.md" in hidden
 
 
 def test_lists_are_what_github_shows(staged: Path) -> None:
