@@ -188,8 +188,10 @@ class StepPipeline:
             result = _without_ended(result, scheduled)
         self._results.process(scheduled, result)
         if ahead is not None:
-            going_on = [request.sequence for request in ahead.still_planned().requests]
-            context.planner.ahead.promote(going_on)
+            going_on = ahead.still_planned().requests
+            context.planner.ahead.promote([request.sequence for request in going_on])
+            if len(going_on) < len(ahead.scheduled.requests):
+                context.scheduler.refund_ahead(set(ahead.scheduled.requests).difference(going_on))
             self._in_flight = ahead
         recovery.step_succeeded()
         if context.tiering is not None:

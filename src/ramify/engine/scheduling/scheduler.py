@@ -204,6 +204,11 @@ class Scheduler:
         self.num_tokens += batch.num_tokens
         return ScheduledStep(tuple(requests), batch)
 
+    def refund_ahead(self, requests: Iterable[Request]) -> None:
+        """Take back what tenants were charged for a token ahead that was dropped: its request has ended."""
+        for request in requests:
+            self.waiting.charge(request, -1)
+
     def _may_admit(self) -> bool:
         """Whether the next step may admit a waiting request."""
         if not self.waiting:
