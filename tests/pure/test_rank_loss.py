@@ -1,16 +1,20 @@
 """An executor that has ended, as one whose processes have gone, ends its engine: no retry, no rebuild."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
+from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import EngineStoppedError, RankLostError
 from ramify.params import SamplingParams
 from ramify.server.errors import as_api_error
 from ramify.server.http import uvicorn_server
+from ramify.testing import FakeExecutor
 from tests.pure.async_bench import AsyncBench, run
 from tests.pure.engine_bench import Bench
 from tests.pure.live_server import LIMIT_S, live
+from tests.pure.whole_steps import WholeSteps
 
 PROMPT = [3, 1, 4, 1, 5]
 REASON = "rank 1 of 2 (process 17) was ended by SIGKILL"
@@ -28,6 +32,47 @@ def test_a_step_whose_executor_has_ended_raises() -> None:
 
     failures = bench.core.stats().failures
     assert (failures.failed_steps, failures.rebuilds) == (0, 0)
+
+
+class Dying(WholeSteps):
+    """An executor whose second step raises, and which has ended by the time pages are to be erased."""
+
+    def __init__(self, inner: FakeExecutor, error: Exception) -> None:
+        self.inner, self.error, self.num_steps = inner, error, 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        if self.num_steps > 1:
+            raise self.error
+        return self.inner.execute(plan)
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        raise RankLostError(REASON)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.inner.copy_pages(pairs)
+
+
+@pytest.mark.parametrize("error", [RankLostError(REASON), RuntimeError("broken")])
+def test_an_executor_that_ends_during_a_rollback_leaves_consistent_books(error: Exception) -> None:
+    """Requests are queued before pages are erased: each waits, once, and may be aborted."""
+    bench = Bench()
+    bench.core.executor = Dying(bench.device, error)
+    keys = [bench.add([last, *PROMPT], max_tokens=9, ignore_eos=True) for last in (1, 2)]
+    bench.step()
+
+    for _ in range(2):
+        with pytest.raises(RankLostError, match="SIGKILL"):
+            bench.core.step()
+
+        scheduler = bench.core.scheduler
+        assert (len(scheduler.waiting), len(scheduler.running)) == (2, 0)
+        bench.core.context.check(bench.core.live)
+    assert bench.core.stats().failures.rebuilds == 0
+    for key in keys:
+        bench.core.abort(key)
+    assert not bench.core.has_unfinished
+    assert bench.core.cache.stats().private_pages == 0
 
 
 def test_readers_get_the_loss_and_the_engine_is_dead() -> None:
