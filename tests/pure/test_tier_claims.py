@@ -1,5 +1,7 @@
 """Cache directories of engines that a launcher places: which one an engine gets, and gets again."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -132,3 +134,33 @@ def test_engines_that_ray_places_claim_directories(tmp_path: Path) -> None:
     assert options_of(again) == options_of(first)
     assert options_of(alone)["cache_dir"] == f"{tmp_path}/alone/replica-0"
     assert options_of(reader)["cache_dir"] == str(tmp_path)
+
+
+def test_an_engine_that_cannot_be_made_leaves_its_directory(tmp_path: Path) -> None:
+    """Options that are refused after the claim: the next engine of this process gets the directory."""
+    engine = {"cache_dir": str(tmp_path), "cache_disk": "much"}
+
+    with pytest.raises(ConfigError, match="cache_disk"):
+        EngineProcess(DeployConfig(engine=engine), "127.0.0.1", memory_parts=1)
+
+    assert names(claim_directory(tmp_path)) == ["replica-0"]
+
+
+def test_a_store_whose_lock_cannot_be_taken_leaves_the_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that has no locks for it: the error is said, and nothing stays locked."""
+    flock, calls = fcntl.flock, list[int]()
+
+    def without_locks(descriptor: int, operation: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+
+    with pytest.raises(ConfigError, match="No locks available"):
+        claim_directory(tmp_path)
+
+    assert names(claim_directory(tmp_path)) == ["replica-0"]

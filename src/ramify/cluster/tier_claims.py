@@ -86,7 +86,12 @@ def _try_claim(directory: Path) -> TierClaim | None:
     if fd is None:
         return None
     # An engine that nobody claimed for, as of `ramify serve`; or one whose claimant was killed, and which ends.
-    store_fd = _lock(directory / LOCK_FILE)
+    # Whoever wants the store's lock in this moment is refused, as it would be by the engine of this claim.
+    try:
+        store_fd = _lock(directory / LOCK_FILE)
+    except OSError:
+        os.close(fd)
+        raise
     if store_fd is None:
         os.close(fd)
         return None

@@ -56,27 +56,18 @@ class EngineProcess:
             secret = Credentials.from_files(Path(config.secret_file)).secret or ""
         self._name, self._secret, self._clock = secrets.token_hex(3), secret, clock
         self._stop_s = config.drain_s + STOP_S
-        engine, self._claim = config.engine, _claim_for(config.engine)
-        if self._claim is not None:
-            # An update that starts an engine before it ends another has twice as many.
-            num_engines = memory_parts * (2 if config.surge else 1)
-            engine = with_directory(engine, self._claim.directory, num_engines)
-        options = LocalOptions(
-            model=config.model,
-            engine=engine,
-            shares=(),
-            warm=None if config.warm is None else Path(config.warm),
-            public=None if config.public is None else Path(config.public),
-            log_json=config.log_json,
-            host=host,
-            tls=config.tls,
-            drain_s=config.drain_s,
-        )
-        share = CpuShare(config.resources.num_threads)
-        self._child = Child(
-            self._name, share, options, secret, memory_parts=memory_parts, command=command
-        )
         self._work, self._work_s = (0.0, 0), float("-inf")
+        self._claim = _claim_for(config.engine)
+        try:
+            options = _options_of_child(config, host, self._claim, memory_parts)
+            share = CpuShare(config.resources.num_threads)
+            self._child = Child(
+                self._name, share, options, secret, memory_parts=memory_parts, command=command
+            )
+        except BaseException:
+            if self._claim is not None:
+                self._claim.release()
+            raise
 
     async def start(self) -> None:
         """Start; returns when it takes requests.
@@ -108,6 +99,32 @@ class EngineProcess:
         await self._child.stop(self._stop_s)
         if self._claim is not None:
             self._claim.release()
+
+
+def _options_of_child(
+    config: DeployConfig, host: str, claim: TierClaim | None, memory_parts: int
+) -> LocalOptions:
+    """The options of the child; its cache directory is that of the claim.
+
+    Raises:
+        ConfigError: `cache_disk` is no size.
+    """
+    engine = config.engine
+    if claim is not None:
+        # An update that starts an engine before it ends another has twice as many.
+        num_engines = memory_parts * (2 if config.surge else 1)
+        engine = with_directory(engine, claim.directory, num_engines)
+    return LocalOptions(
+        model=config.model,
+        engine=engine,
+        shares=(),
+        warm=None if config.warm is None else Path(config.warm),
+        public=None if config.public is None else Path(config.public),
+        log_json=config.log_json,
+        host=host,
+        tls=config.tls,
+        drain_s=config.drain_s,
+    )
 
 
 def _claim_for(engine: Mapping[str, Any]) -> TierClaim | None:
