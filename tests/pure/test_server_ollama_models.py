@@ -35,6 +35,21 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(path: str, request_: 
     assert "keep_alive" in unloaded.headers[WARNING]
 
 
+@pytest.mark.parametrize(
+    ("keep_alive", "unloads"),
+    [
+        *((form, True) for form in (0, 0.0, "0", "0m", "0h0.0s", "-0s")),
+        *((form, False) for form in (None, -1, 300, "5m", "-1m", "1h0m")),
+    ],
+)
+def test_a_model_cannot_be_unloaded(keep_alive: object, unloads: bool) -> None:
+    """`keep_alive: 0` in any form of Ollama's is warned of; others change nothing, below 0 is for ever."""
+    loaded = ask(CHAT, {"model": "tiny", "messages": [], "keep_alive": keep_alive})
+
+    assert loaded.json["done_reason"] == "load"
+    assert (WARNING in loaded.headers) == unloads
+
+
 def get(path: str, **options: Any) -> Answer:
     bench = ServerBench(**options)
 

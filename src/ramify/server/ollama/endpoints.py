@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 
 from starlette.responses import PlainTextResponse, Response
@@ -38,6 +39,7 @@ FIELDS = UnsupportedFields(
     ignored=frozenset({"shift", "truncate"}),
     refused={"_debug_render_only": Refused(hint="send the messages to /tokenize")},
 )
+ZERO_DURATION = re.compile(r"[-+]?(0|((0{1,9}(\.0{0,9})?|\.0{1,9})(ns|us|µs|ms|s|m|h)){1,9})")
 UNMANAGED = (
     "models are not managed here: this server has the model that it was started with; start another "
     "by `ramify serve MODEL`"
@@ -111,9 +113,16 @@ async def _answer(
 def _loaded(context: RequestContext, request: AnswerRequest, shape: Shape) -> Response:
     """The answer to a request without a prompt. Nothing is unloaded by `keep_alive: 0`."""
     model = check_model(request.model, context.service)
-    if request.keep_alive in (0, "0", "0s"):
+    if _is_zero(request.keep_alive):
         context.warn("keep_alive is ignored: the model is loaded as long as the server runs")
     return context.json(loaded(model, shape))
+
+
+def _is_zero(keep_alive: float | str | None) -> bool:
+    """Whether a duration is 0: seconds, or a text of Go's as "0", "0s" and "0h0m"."""
+    if isinstance(keep_alive, str):
+        return ZERO_DURATION.fullmatch(keep_alive) is not None
+    return keep_alive == 0
 
 
 async def tags(context: RequestContext) -> Response:

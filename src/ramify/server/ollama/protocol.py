@@ -20,7 +20,8 @@ from ramify.server.openai.protocol import (
     UnitInterval,
 )
 
-NumPredict = Annotated[int, Meta(ge=-2)]  # -1 and -2: no limit; 0: compute and cache the prompt
+# Below 0: no limit, whichever number it is; 0: compute and cache the prompt.
+NumPredict = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 StopTexts = Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=4096)]
 RepeatPenalty = Annotated[float, Meta(gt=0, le=10)]
 
