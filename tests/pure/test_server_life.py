@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import select
 import signal
 import socket
 import time
@@ -45,6 +46,11 @@ def num_live(running: Live) -> int:
     return int(running.look(lambda core: len(core.live)))
 
 
+def is_readable(client: socket.socket) -> bool:
+    """Whether the server has answered, now or within the time in which it would."""
+    return bool(select.select([client], (), (), 0.5)[0])
+
+
 def test_it_is_ready_and_alive(shared: Live) -> None:
     """All health paths return 200 and the engine's state; /version the version."""
     for path in ("/livez", "/readyz", "/health", "/ping"):
@@ -63,25 +69,28 @@ def test_a_client_that_leaves_ends_its_request(
     """Within a step, streaming or not, before the first token or after it; nothing is left."""
     shared.until_idle()
     steps = shared.look(lambda core: core.num_steps)
-    gate = shared.gate
+    gate, num_allowed = shared.gate, 0
     gate.is_open = False
     body = body | {"stream": stream}
     request = httpx.Request("POST", shared.url + path, json=body)
     with socket.create_connection(("127.0.0.1", int(shared.url.rsplit(":", 1)[1]))) as client:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request.content)}\r\n\r\n"
         client.sendall(head.encode() + request.content)
-        gate.reached.acquire(timeout=30)
-        if has_begun:
+        assert gate.reached.acquire(timeout=30)
+        # Of several prompts some may reach the engine when its first step has begun: a stream begins
+        # with the first token of the last.
+        while has_begun and not (num_allowed and (not stream or is_readable(client))):
             gate.allowed.release()
-            gate.reached.acquire(timeout=30)
-            if stream:
-                assert client.recv(100).startswith(b"HTTP/1.1 200")
+            num_allowed += 1
+            assert gate.reached.acquire(timeout=30)
+        if has_begun and stream:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
     until(lambda: not shared.server.service.quotas.num_live)  # while the engine is still held up
 
     gate.open()
     shared.until_idle()
 
-    assert shared.look(lambda core: core.num_steps) - steps <= 4
+    assert shared.look(lambda core: core.num_steps) - steps <= num_allowed + 3
     while gate.reached.acquire(blocking=False):
         pass
     while gate.allowed.acquire(blocking=False):
