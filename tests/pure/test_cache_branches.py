@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import Any
 
 import pytest
@@ -202,3 +203,23 @@ def test_the_event_loop_reads_what_the_engine_has() -> None:
     shown, direct = asyncio.run(main())
 
     assert [node.id for node in shown.nodes] == [node.id for node in direct.nodes] != []
+
+
+def test_a_tenant_sees_its_nodes_however_many_others_have_come_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call visits the newest namespaces only, and before them those of the tenant."""
+    monkeypatch.setattr(module, "MAX_VISITS", 8)
+    core = Bench().core
+    for tenant in ("first", *map(str, range(9))):
+        key = core.namespaces.key(array("i", [*STEM, 9]), tenant)
+        lease = core.cache.acquire(key)
+        private = core.cache.reserve(3 - len(lease.pages))
+        core.cache.release(core.cache.publish(lease, key, private))
+
+    of_first = view_branches(core, BranchQuery(tenant="first"))
+    of_all = view_branches(core, BranchQuery())
+
+    assert [(node.tenant, node.num_tokens) for node in of_first.nodes] == [("first", 12)]
+    assert "first" not in {node.tenant for node in of_all.nodes}
+    assert of_all.is_cut

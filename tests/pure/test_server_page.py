@@ -31,16 +31,18 @@ async def texts(bench: ServerBench, key: str | None) -> str:
 
 
 def test_the_root_is_the_page_for_a_browser_and_a_text_for_a_client() -> None:
-    """`GET /` answers clients that probe as Ollama does; `/ui` is the page for all."""
+    """`GET /` answers clients that probe as Ollama does; `/ui` is the page for all, and `/ui/` leads there."""
 
     async def main() -> None:
         async with ServerBench().running() as bench:
             probe = await bench.call("GET", "/")
             page = await bench.call("GET", "/", headers=BROWSER)
             ui = await bench.call("GET", "/ui")
+            slash = await bench.call("GET", "/ui/")
 
         assert probe.body.decode() == RUNNING
         assert page.body == ui.body
+        assert (slash.status, slash.headers["location"]) == (307, "../ui")
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         assert probe.headers["vary"] == page.headers["vary"] == "Accept"
 

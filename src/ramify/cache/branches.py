@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 from ramify.cache.call_guard import guarded
@@ -33,10 +33,12 @@ class BranchFilter:
         is_own: for an owner: its nodes are shown in full.
         is_shared: for a namespace: nodes there without a salt are shown where an own node follows,
             as bare prefixes: no count, time or lease, since those are of other readers too.
+        first: namespaces to look at before the newest ones, of which a call cannot visit any number.
     """
 
     is_own: Callable[[bytes], bool]
     is_shared: Callable[[bytes], bool]
+    first: tuple[bytes, ...] = ()
 
 
 SEES_ALL: Final = BranchFilter(lambda owner: True, lambda namespace: True)
@@ -226,8 +228,10 @@ class _Walk:
         return False
 
     def _push_roots(self) -> None:
-        tree = self._tree
-        for namespace, root in reversed(tree.roots.items()):
+        tree, first = self._tree, self._shows.first
+        newest = (name for name in reversed(tree.roots) if name not in first)
+        for namespace in chain((name for name in first if name in tree.roots), newest):
+            root = tree.roots[namespace]
             self._num_visits += 1
             if self._num_visits > MAX_VISITS // 2:
                 self._cut.add(0)

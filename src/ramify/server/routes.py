@@ -198,7 +198,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _admin("/v1/loads", "GET", loads.loads, "What each engine has to do, in SGLang's form.", parameters=loads.PARAMETERS, while_draining=True),
     _admin("/metrics", "GET", cache_admin.metrics, "Metrics for Prometheus.", media=TEXT, while_draining=True),
     _open("/", "GET", page.root, "The live page for a browser, else the text by which clients of Ollama know a server.", media=TEXT),
-    _open("/ui", "GET", page.page, "The live page.", media=HTML),
+    _open("/ui", "GET", page.page, "The live page.", media=HTML, aliases=("/ui/",)),
     _open("/ui/{name}", "GET", page.asset, "A script or style of the live page.", media=HTML),
     _open("/livez", "GET", livez, "Whether the process is alive."),
     _open("/readyz", "GET", readyz, "Whether requests are served."),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ramify.cache.branches import SEES_ALL, Branch, BranchFilter, read_branches
+from ramify.cache.key import namespace_of
 from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 
@@ -32,15 +33,19 @@ class BranchQuery:
     max_levels: int = 8
     tenant: str | None = None
 
-    @property
-    def shows(self) -> BranchFilter:
-        """What the reader may see."""
+    def shows(self, base: bytes) -> BranchFilter:
+        """What the reader may see.
+
+        Args:
+            base: namespace of what all share; see `PrefixNamespaces`.
+        """
         tenant = self.tenant
         if tenant is None:
             return SEES_ALL
         return BranchFilter(
             lambda owner: owner_of_namespace(owner)[0] == tenant,
             lambda namespace: owner_of_namespace(namespace) == EVERYBODY,
+            first=(namespace_of(base=base, tenant=tenant, salt=""), base),
         )
 
 
@@ -95,7 +100,7 @@ def view_branches(core: EngineCore, query: BranchQuery) -> BranchView:
         query.below,
         max_nodes=query.max_nodes,
         max_levels=query.max_levels,
-        shows=query.shows,
+        shows=query.shows(core.namespaces.base),
         hashes_evicted=tiering is not None,
     )
     tiers: dict[bytes, str] = {}

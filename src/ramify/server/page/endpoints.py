@@ -21,7 +21,10 @@ async def root(context: RequestContext) -> Response:
 
 
 async def page(context: RequestContext) -> Response:
-    """GET /ui."""
+    """GET /ui; /ui/ leads there, since the page's own links begin with `ui/`."""
+    if context.request.url.path.endswith("/"):
+        # Relative: whatever Host says, and below whatever path a proxy serves it.
+        return Response(status_code=307, headers={"Location": "../ui"})
     return _asset(context, PAGE)
 
 
