@@ -8,6 +8,9 @@ import { colourer, legendOf } from "./tree_colours.js";
 
 const MAX_NODES = 240;
 const LEVELS = 12;
+// A search looks at as many nodes as the server gives, and draws those that match.
+const SEARCHED = { nodes: 1000, levels: 64 };
+const TYPING_MS = 300;
 
 export class TreePanel {
   constructor() {
@@ -18,7 +21,7 @@ export class TreePanel {
       onZoom: (node) => this.zoom(node),
     });
     byId("tree-colour").addEventListener("change", () => this.draw());
-    byId("tree-search").addEventListener("input", () => this.draw());
+    byId("tree-search").addEventListener("input", () => this.searchSoon());
     byId("tree-search").addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.nextMatch();
     });
@@ -27,11 +30,19 @@ export class TreePanel {
   /** Read the branches below the node zoomed into, and draw them. */
   async refresh() {
     const below = this.path.at(-1)?.id ?? 0;
-    const query = `below=${below}&max_nodes=${MAX_NODES}&levels=${LEVELS}`;
+    const words = searchWords();
+    const [most, levels] = words ? [SEARCHED.nodes, SEARCHED.levels] : [MAX_NODES, LEVELS];
     try {
-      const view = await getJson(`v1/cache/branches?${query}`);
-      if (below !== (this.path.at(-1)?.id ?? 0)) return; // zoomed meanwhile
-      this.view = view;
+      const view = await getJson(
+        `v1/cache/branches?below=${below}&max_nodes=${most}&levels=${levels}`,
+      );
+      if (below !== (this.path.at(-1)?.id ?? 0) || words !== searchWords()) return; // meanwhile
+      const num_searched = view.nodes.length;
+      this.view = {
+        ...view,
+        num_searched,
+        nodes: words ? withMatches(view.nodes, words) : view.nodes,
+      };
     } catch (error) {
       if (error.status !== 404 || !below) throw error;
       this.path.pop(); // it was evicted
@@ -40,10 +51,17 @@ export class TreePanel {
     this.draw();
   }
 
+  /** Mark what matches among the nodes that are there; read further ones when nobody types. */
+  searchSoon() {
+    this.draw();
+    clearTimeout(this.typing);
+    this.typing = setTimeout(() => this.refresh().catch((error) => this.fail(error)), TYPING_MS);
+  }
+
   draw() {
     const { nodes } = this.view;
     const by = byId("tree-colour").querySelector(":checked").value;
-    const words = byId("tree-search").value.trim().toLowerCase();
+    const words = searchWords();
     this.matches = words ? new Set(nodes.filter(contains(words)).map((node) => node.id)) : null;
     this.chart.show(nodes, { colour: colourer(by, nodes), matches: this.matches });
     byId("tree-count").textContent = this.countText();
@@ -57,8 +75,11 @@ export class TreePanel {
 
   countText() {
     const { nodes, num_nodes: all, is_cut: isCut } = this.view;
-    if (this.matches)
-      return `${count(this.matches.size)} of ${counted(nodes.length, "node")} match`;
+    if (this.matches) {
+      const looked = this.view.num_searched ?? nodes.length;
+      const more = isCut || nodes.some((node) => node.is_cut) ? "; there are more" : "";
+      return `${count(this.matches.size)} of ${counted(looked, "node")} match${more}`;
+    }
     if (all !== null && all > nodes.length && !this.path.length) {
       return `${count(nodes.length)} of ${counted(all, "node")}, those with most hits`;
     }
@@ -109,6 +130,24 @@ export class TreePanel {
     );
     return [button("All prompts", 0), ...steps.flatMap((step) => [element("span", {}, "›"), step])];
   }
+}
+
+function searchWords() {
+  return byId("tree-search").value.trim().toLowerCase();
+}
+
+/** The nodes that match, and what leads to them, as many as are drawn; the first ones if none does. */
+function withMatches(nodes, words) {
+  const known = new Map(nodes.map((node) => [node.id, node]));
+  const kept = new Set();
+  for (const match of nodes.filter(contains(words))) {
+    if (kept.size >= MAX_NODES) break;
+    for (let node = match; node && !kept.has(node.id); node = known.get(node.parent)) {
+      kept.add(node.id);
+    }
+  }
+  if (!kept.size) return nodes.slice(0, MAX_NODES);
+  return nodes.filter((node) => kept.has(node.id));
 }
 
 function contains(words) {
