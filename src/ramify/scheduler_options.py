@@ -50,8 +50,8 @@ class SchedulerSection:
     overlap: str = _option(
         "auto",
         "Plan a step while the one before it computes: `auto` (on a device that works by itself, not on a "
-        "CPU), `on` or `off`. Never changes a token. Steps with prompts, drafts, grammars or penalties wait "
-        "for the one before; with cache tiers all do.",
+        "CPU), `on` or `off`. Never changes a token. Steps with new requests, drafts, grammars or penalties "
+        "wait for the one before; with cache tiers all do.",
     )
     max_waiting: int | None = _option(
         None,

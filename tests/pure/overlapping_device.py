@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.attention.batch import AttentionBatch
 from ramify.engine.step import StepPlan, StepResult
 from ramify.engine.threaded_executor import with_late_tokens
 from ramify.testing import FakeExecutor
@@ -100,16 +101,24 @@ class LateDevice:
         failed = [row for row, key in enumerate(plan.request_ids) if key in before.failed]
         if not failed:
             return plan
-        self._damage(plan.batch.slot_mapping[failed])
+        self._damage(plan.batch.slot_mapping[query_rows(plan.batch, failed)])
         rows = [row for row in range(len(plan.request_ids)) if row not in failed]
-        samples = [plan.samples[row]._replace(row=index) for index, row in enumerate(rows)]
+        kept = query_rows(plan.batch, rows)
+        place = {row: index for index, row in enumerate(kept.tolist())}
+        samples = [spec._replace(row=place[spec.row]) for spec in plan.samples if spec.row in place]
         return replace(
             plan,
             batch=plan.batch.select(rows),
-            token_ids=plan.token_ids[rows],
+            token_ids=plan.token_ids[kept],
             samples=tuple(samples),
             request_ids=tuple(plan.request_ids[row] for row in rows),
         )
 
     def _damage(self, slots: NDArray[np.int64]) -> None:
         self.inner._positions[slots] = POISONED
+
+
+def query_rows(batch: AttentionBatch, seqs: Sequence[int]) -> NDArray[np.int64]:
+    """The query rows of some requests of a batch."""
+    spans = [range(batch.cu_seqlens_q[seq], batch.cu_seqlens_q[seq + 1]) for seq in seqs]
+    return np.array([row for span in spans for row in span], np.int64)

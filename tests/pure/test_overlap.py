@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ramify.cache import Lease, PrefixCache
 from ramify.cache.key import CacheKey
@@ -18,15 +16,12 @@ from ramify.engine.step import Executor, OverlappingExecutor
 from ramify.engine.threaded_executor import ThreadedExecutor
 from ramify.engine.weight_reload import swap_weights
 from ramify.errors import ConfigError
-from ramify.outputs import FinishReason, RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
-from tests.budget import examples
 from tests.pure.engine_bench import EOS, Bench, expected
 from tests.pure.overlapping_device import LateDevice
 
 PROMPTS = [[i, 2, 3, 4, 5, 6, 7 + i] for i in range(1, 5)]
-STEMS = [[], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7, 1, 8, 2, 8]]
 TENANTS = ["", "other"]
 DEVICES: list[Callable[[FakeExecutor], OverlappingExecutor]] = [LateDevice, ThreadedExecutor]
 
@@ -160,6 +155,46 @@ def test_a_request_that_needs_no_token_runs_ahead(params: dict[str, Any]) -> Non
     assert allowed is None or set(output.token_ids) <= set(allowed)
 
 
+@pytest.mark.parametrize("make", DEVICES)
+def test_chunks_of_a_prompt_are_begun_ahead(
+    make: Callable[[FakeExecutor], OverlappingExecutor],
+) -> None:
+    """Beside a decoding request too, to the step that samples the first token, and on from there."""
+    bench = Bench(max_batch_tokens=5)
+    overlapping(bench, make(bench.device))
+    decoding = bench.add(PROMPTS[0][:4], max_tokens=12, ignore_eos=True)
+    bench.step()
+    prompt = list(range(1, 19))
+    key = bench.add(prompt, max_tokens=3, ignore_eos=True)
+    bench.step()  # ends the step in flight
+    bench.step()  # begins the prompt
+    num_before = bench.core.pipeline.num_ahead, bench.core.num_steps
+
+    outputs = bench.run()
+
+    assert list(outputs[decoding].token_ids) == expected(PROMPTS[0][:4], 12, ends=())
+    assert list(outputs[key].token_ids) == expected(prompt, 3, ends=())
+    num_ahead, num_steps = bench.core.pipeline.num_ahead, bench.core.num_steps
+    assert num_ahead - num_before[0] == num_steps - num_before[1] - 1 > 6
+    assert_cache_holds_answers(bench)
+    bench.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    "params", [{"prompt_logprobs": 0}, {"prompt_embedding": True, "max_tokens": 0}, {"n": 2}]
+)
+def test_a_prompt_that_is_read_is_computed_step_by_step(params: dict[str, Any]) -> None:
+    """Its scores, its embedding or its children come from the steps that compute it."""
+    bench = Bench(max_batch_tokens=4)
+    overlapping(bench, LateDevice(bench.device))
+    bench.add(list(range(1, 19)), **{"max_tokens": 1, "ignore_eos": True, **params})
+
+    bench.run()
+
+    assert bench.core.pipeline.num_ahead == 0
+    bench.assert_nothing_leaked()
+
+
 @pytest.mark.parametrize(
     ("params", "others"),
     [
@@ -246,7 +281,7 @@ def test_overlap_has_to_be_possible_and_wanted(options: dict[str, Any]) -> None:
     [
         {"overlap": True},
         {"overlap": "on", "speculative": "tree"},
-        {"overlap": "on", "cache_ram": 1},
+        {"overlap": "on", "cache_host": "1MB"},
     ],
 )
 def test_overlap_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
@@ -383,131 +418,4 @@ def test_a_waiting_request_without_pages_does_not_end_the_overlap() -> None:
     assert list(outputs[first].token_ids) == expected(list(range(1, 21)), 36, ends=())
     assert list(outputs[second].token_ids) == expected(list(range(10, 50)), 2, ends=())
     assert bench.core.pipeline.num_ahead > 25
-    bench.assert_nothing_leaked()
-
-
-REQUEST = st.fixed_dictionaries(
-    {
-        "stem": st.sampled_from(STEMS),
-        "tail": st.lists(st.integers(1, 9), min_size=1, max_size=20),
-        "begin": st.integers(0, 30),  # number of the step before which it comes
-        "abort": st.sampled_from([None, None, None, 0, 1, 2, 5, 11]),  # output tokens before
-        "params": st.fixed_dictionaries(
-            {
-                "max_tokens": st.integers(1, 30),
-                "ignore_eos": st.booleans(),
-                "n": st.sampled_from([1, 1, 1, 1, 2]),
-                "seed": st.sampled_from([1, 2]),
-                "temperature": st.sampled_from([0.0, 1.0]),
-                "stop": st.sampled_from([[], [], ["B"], ["CA", "LL"], ["ABCDEFG"]]),
-                "stop_token_ids": st.sampled_from([[], [], [7, 8, 9]]),
-                "logprobs": st.sampled_from([None, None, 2]),
-                "prompt_logprobs": st.sampled_from([None, None, None, 0]),
-                "banned_sequences": st.sampled_from([[], [], [[5]], [[6, 7], [8]]]),
-                "min_tokens": st.sampled_from([0, 0, 1]),
-            }
-        ),
-        "tenant": st.sampled_from(["", *TENANTS]),
-    }
-)
-
-
-def run_requests(bench: Bench, requests: list[dict[str, Any]]) -> list[RequestOutput]:
-    """The outputs of requests that come and are aborted at their times."""
-    keys: dict[int, int] = {}
-    num_steps = 0
-    while len(keys) < len(requests) or bench.core.has_unfinished:
-        for index, request in enumerate(requests):
-            if index not in keys and request["begin"] <= num_steps:
-                prompt = [*request["stem"], *request["tail"]]
-                keys[index] = bench.add(prompt, tenant=request["tenant"], **request["params"])
-        bench.step()
-        num_steps += 1
-        assert num_steps < 5000, "the engine makes no progress"
-        for index, key in keys.items():
-            limit = requests[index]["abort"]
-            if limit is not None and key not in bench.outputs and len(bench.tokens[key]) >= limit:
-                bench.abort(key)
-        bench.core.context.check(bench.core.live)
-    return [bench.outputs[keys[index]] for index in range(len(requests))]
-
-
-def assert_same_answers(got: list[RequestOutput], wanted: list[RequestOutput]) -> None:
-    for output, other in zip(got, wanted, strict=True):
-        assert output.error is None
-        for answer, reference in zip(output.completions, other.completions, strict=True):
-            if FinishReason.ABORT in (answer.finish_reason, reference.finish_reason):
-                # after how many tokens depends on the other requests
-                num = min(len(answer.token_ids), len(reference.token_ids))
-                assert answer.token_ids[:num] == reference.token_ids[:num]
-            else:
-                assert answer == reference
-            assert answer.finish_reason is FinishReason.ABORT or (
-                output.prompt_logprobs == other.prompt_logprobs
-            )
-
-
-@settings(max_examples=examples(120), deadline=None)
-@given(
-    requests=st.lists(REQUEST, min_size=1, max_size=8),
-    pool_tokens=st.sampled_from([64, 96, 2048]),
-    page_size=st.sampled_from([1, 4, 16]),
-    max_num_seqs=st.sampled_from([2, 64]),
-    max_batch_tokens=st.sampled_from([3, 17, 512]),
-    window=st.sampled_from([None, None, 5]),
-    make=st.sampled_from(DEVICES),
-)
-def test_random_ends_and_preemptions_change_nothing(
-    requests: list[dict[str, Any]],
-    make: Callable[[FakeExecutor], OverlappingExecutor],
-    pool_tokens: int,
-    **sizes: Any,
-) -> None:
-    """Answers equal those without overlap; so do the cached pages, where none had to be evicted."""
-    alone = Bench(2048, max_model_len=60, window=sizes["window"], page_size=sizes["page_size"])
-    wanted = run_requests(alone, requests)
-    bench = Bench(pool_tokens, max_model_len=60, **sizes)
-    overlapping(bench, make(bench.device))
-
-    got = run_requests(bench, requests)
-
-    assert_same_answers(got, wanted)
-    if sizes["window"] is None and all(request["params"]["n"] == 1 for request in requests):
-        num_cached = assert_cache_holds_answers(bench)
-        if pool_tokens == 2048 and all(request["abort"] is None for request in requests):
-            assert num_cached == alone.core.cache.stats().cached_pages
-    bench.assert_nothing_leaked()
-
-
-@settings(max_examples=examples(120), deadline=None)
-@given(
-    requests=st.lists(REQUEST, min_size=1, max_size=6),
-    pool_tokens=st.sampled_from([96, 2048]),
-    page_size=st.sampled_from([1, 4, 16]),
-    fails=st.sets(st.integers(0, 40), max_size=2),
-    not_begun=st.sets(st.integers(0, 20), max_size=2),
-    not_finite=st.sets(st.integers(0, 40), max_size=2),
-)
-def test_random_faults_change_nothing(
-    requests: list[dict[str, Any]],
-    pool_tokens: int,
-    page_size: int,
-    fails: set[int],
-    not_begun: set[int],
-    not_finite: set[int],
-) -> None:
-    """Steps that raise, requests whose K/V is damaged, steps that are not begun: answers are right."""
-    alone = Bench(2048, max_model_len=60, page_size=page_size)
-    wanted = run_requests(alone, requests)
-    bench = Bench(pool_tokens, max_model_len=60, page_size=page_size, fail_at=fails)
-    device = LateDevice(bench.device, not_begun=not_begun, not_finite=not_finite)
-    overlapping(bench, device)
-
-    got = run_requests(bench, requests)
-
-    failed = [index for index, output in enumerate(got) if output.error is not None]
-    assert len(failed) <= 1 or len(fails | not_finite) > 2
-    for index in range(len(requests)):
-        if index not in failed:
-            assert_same_answers([got[index]], [wanted[index]])
     bench.assert_nothing_leaked()

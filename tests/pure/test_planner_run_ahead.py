@@ -50,6 +50,37 @@ def test_pages_are_published_while_a_second_plan_is_in_flight() -> None:
     bench.assert_nothing_leaked()
 
 
+def test_a_chunk_of_a_prompt_is_planned_behind_the_one_before() -> None:
+    """It has its pages at once, publishes them at its own commit, and can be dropped and planned again."""
+    bench = Bench(page_size=2)
+    prompt = sequence_of([5, 6, 7, 8, 9, 10, 11])
+    bench.execute(bench.plan(prompt, num_new=[3]), prompt)
+
+    ahead = bench.planner.ahead.plan([prompt], [3])
+
+    assert (ahead.positions.tolist(), ahead.num_cached.tolist()) == ([3, 4, 5], [3])
+    assert ahead.slot_mapping.tolist() == [
+        2 * pages_of(bench, prompt)[position // 2] + position % 2 for position in (3, 4, 5)
+    ]
+    bench.planner.commit([prompt])
+    bench.planner.ahead.promote([prompt])
+    assert (prompt.num_computed, prompt.num_planned, prompt.num_ahead) == (3, 3, 0)
+    assert bench.cache.stats().cached_pages == 1
+    pages = pages_of(bench, prompt)
+    bench.planner.ahead.undo([prompt])
+    bench.execute(bench.plan(prompt, num_new=[3]), prompt)
+    assert pages_of(bench, prompt) == pages
+    last = bench.planner.ahead.plan([prompt], [1])
+    assert last.positions.tolist() == [6]
+    bench.planner.commit([prompt])
+    bench.planner.ahead.promote([prompt])
+    assert bench.cache.stats().cached_pages == 3
+    assert bench.execute(last, prompt) != [None]
+    bench.planner.commit([prompt])
+    bench.planner.release([prompt])
+    bench.assert_nothing_leaked()
+
+
 def test_a_page_that_another_sequence_published_first_is_adopted() -> None:
     """Two equal prompts in two plans: the row of the later commit gets the tree's page under its plan."""
     bench = Bench(page_size=2)
@@ -92,7 +123,7 @@ def test_a_second_plan_without_pages_changes_nothing() -> None:
 
 
 def test_what_is_not_in_flight_cannot_run_ahead() -> None:
-    """A sequence without a plan, with tokens left, with drafts, or planned ahead already is refused."""
+    """A sequence without a plan, with too few tokens, with drafts, or planned ahead already is refused."""
     bench = Bench(page_size=4)
     fresh, chunked, drafted = sequence_of([1]), sequence_of([1, 2, 3]), sequence_of([7, 8])
     bench.plan(chunked, num_new=[2])
@@ -100,9 +131,9 @@ def test_what_is_not_in_flight_cannot_run_ahead() -> None:
     bench.plan(drafted)
     before = bench.state()
 
-    for sequence in (fresh, chunked, drafted):
+    for sequence, num_new in ((fresh, 1), (chunked, 2), (chunked, 0), (drafted, 1)):
         with pytest.raises(CacheError):
-            bench.planner.ahead.plan([sequence])
+            bench.planner.ahead.plan([sequence], [num_new])
     other = sequence_of([9])
     bench.plan(other)
     with pytest.raises(CacheError, match="twice"):

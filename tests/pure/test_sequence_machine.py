@@ -7,13 +7,14 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from ramify.attention.planner import RadixSequence
 from ramify.errors import OutOfPagesError
 from tests.budget import examples
-from tests.pure.test_planner_machine import MAX_LIVE, MAX_TOKENS, PlannerMachine
+from tests.pure.planner_machine import MAX_LIVE, MAX_TOKENS
+from tests.pure.test_planner_machine import RunAheadMachine
 from tests.pure.test_sequence_life import copy_pages
 
 WHO = st.integers(0, 29)
 
 
-class LifeMachine(PlannerMachine):
+class LifeMachine(RunAheadMachine):
     """Adds fork, rollback, `can_append` and `can_allocate`; the same invariants hold."""
 
     def committed(self) -> list[RadixSequence]:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from tests.budget import examples
-from tests.pure.test_planner_machine import MASKS, TURNS
+from tests.pure.planner_machine import MASKS, TURNS
 from tests.pure.test_sequence_machine import LifeMachine
 
 

@@ -36,10 +36,16 @@ class BatchReuse:
         new = [sequence.num_planned for sequence in sequences]
         return AttentionBatch.from_rows(self._rows, cached, new, self._table, self._sharing)
 
-    def build_ahead(self, sequences: Sequence[RadixSequence]) -> AttentionBatch:
-        """The metadata of one token of each sequence, at least one, behind its planned ones."""
+    def build_ahead(
+        self, sequences: Sequence[RadixSequence], counts: Sequence[int]
+    ) -> AttentionBatch:
+        """The metadata of `counts` tokens of each sequence, at least one, behind its planned ones."""
         ends = [sequence.num_computed + sequence.num_planned for sequence in sequences]
-        return self._build_decodes(sequences, ends)
+        if len(counts) == sum(counts) > 0:
+            return self._build_decodes(sequences, ends)
+        self._update(sequences)
+        self._decode = None
+        return AttentionBatch.from_rows(self._rows, ends, counts, self._table, self._sharing)
 
     def _build_decodes(
         self, sequences: Sequence[RadixSequence], cached: list[int]

@@ -1,4 +1,4 @@
-"""Plan one more token of sequences whose step is still in flight."""
+"""Plan the next tokens of sequences whose step is still in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ramify.kv.block_table import PagedBlockTable
 
 
 class RunAhead:
-    """Second plans: one token of each sequence, behind a plan that is not committed yet.
+    """Second plans: the next tokens of each sequence, behind a plan that is not committed yet.
 
     `plan` → `commit` of the first plan → `promote`, which makes the second plan the first. Nothing
     of a second plan is announced or published, and it evicts no page that a sequence holds. A
@@ -29,58 +29,66 @@ class RunAhead:
         self.guard = cache.guard
 
     @guarded
-    def plan(self, sequences: Sequence[RadixSequence]) -> AttentionBatch:
-        """Plan the token after the planned ones of each sequence; returns the step's metadata.
+    def plan(
+        self, sequences: Sequence[RadixSequence], num_new: Sequence[int] | None = None
+    ) -> AttentionBatch:
+        """Plan tokens after the planned ones of each sequence; returns the step's metadata.
 
-        The token may not be in `tokens` yet: the step in flight samples it.
+        Args:
+            num_new: how many of each sequence; by default 1. A single token that follows all of
+                `tokens` is one that the step in flight samples.
 
         Raises:
-            CacheError: a sequence was never planned, has a second plan already or tokens that no
-                plan computes, or does not fit in a row of the block table. Nothing changed.
+            CacheError: a sequence was never planned, has a second plan already, has fewer tokens, or
+                does not fit in a row of the block table. Nothing changed.
             OutOfPagesError: there are too few pages. Nothing changed.
         """
-        size, needing_page = self._cache.page_size, list[RadixSequence]()
-        for sequence in sequences:
+        counts = [1] * len(sequences) if num_new is None else list(num_new)
+        size, needing_pages, total = self._cache.page_size, list[tuple[RadixSequence, int]](), 0
+        for sequence, count in zip(sequences, counts, strict=True):
             lease, end = sequence.lease, sequence.num_computed + sequence.num_planned
             if lease is None or sequence.num_ahead or sequence.num_draft:
                 raise CacheError("only a live sequence with one plan and no drafts can run ahead")
-            if not end <= len(sequence.tokens) <= end + (not sequence.num_planned):
+            num_known = len(sequence.tokens) - end
+            is_sampled = count == 1 and not num_known and sequence.num_planned
+            if not (1 <= count <= num_known or is_sampled):
                 raise CacheError(
-                    f"{len(sequence.tokens) - end} tokens of the sequence are in no plan; plan them "
-                    "first"
+                    f"{count} tokens to plan of a sequence that has {num_known} tokens in no plan"
                 )
-            if end >= self._table.max_tokens:
+            if (end := end + count) > self._table.max_tokens:
                 raise CacheError(
-                    f"the sequence would have {end + 1} tokens but a row of the block table holds "
+                    f"the sequence would have {end} tokens but a row of the block table holds "
                     f"{self._table.max_tokens}; build the table with more pages"
                 )
-            if end >= lease.num_tokens + len(sequence.private) * size:
-                needing_page.append(sequence)
+            num_missing = -(-end // size) - len(lease.pages) - len(sequence.private)
+            if num_missing > 0:
+                needing_pages.append((sequence, num_missing))
+                total += num_missing
         if len(set(map(id, sequences))) != len(sequences):
             raise CacheError("a sequence is named twice in one plan")
-        for sequence, page in zip(
-            needing_page,
-            self._cache.reserve(len(needing_page)) if needing_page else (),
-            strict=True,
-        ):
+        pages = self._cache.reserve(total) if total else ()
+        begin = 0
+        for sequence, num_missing in needing_pages:
             assert sequence.row is not None
-            sequence.private.append(page)
-            self._table.append(sequence.row, (page,))
-        batch = self._batches.build_ahead(sequences)
-        for sequence in sequences:
-            sequence.num_ahead = 1
+            own = pages[begin : begin + num_missing]
+            sequence.private.extend(own)
+            self._table.append(sequence.row, own)
+            begin += num_missing
+        batch = self._batches.build_ahead(sequences, counts)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.num_ahead = count
         return batch
 
     @guarded
     def promote(self, sequences: Sequence[RadixSequence]) -> None:
         """Make the second plan of sequences their first: that one is committed.
 
-        Their tokens have to be known by now, the one that the second plan computes included.
+        Their tokens have to be known by now, those that the second plan computes included.
         """
         for sequence in sequences:
             assert sequence.num_ahead and not sequence.num_planned, "its first plan is in flight"
-            assert sequence.num_uncomputed == 1, "the planned token is not known"
-            sequence.num_planned, sequence.num_ahead = 1, 0
+            assert sequence.num_uncomputed >= sequence.num_ahead, "a planned token is not known"
+            sequence.num_planned, sequence.num_ahead = sequence.num_ahead, 0
 
     @guarded
     def cancel(self, sequences: Sequence[RadixSequence]) -> None:
@@ -90,7 +98,7 @@ class RunAhead:
 
     @guarded
     def undo(self, sequences: Sequence[RadixSequence]) -> None:
-        """Drop the promoted plan of sequences: its token is to be planned again; they keep their pages."""
+        """Drop the promoted plan of sequences: its tokens are to be planned again; they keep their pages."""
         for sequence in sequences:
-            assert sequence.num_planned == 1 == sequence.num_uncomputed, "nothing was promoted"
+            assert sequence.num_planned and not sequence.num_ahead, "nothing was promoted"
             sequence.num_planned = 0

@@ -35,7 +35,7 @@ class RadixSequence:
     reuse: bool = True
     num_computed: int = 0  # committed tokens: their K/V is in the pages
     num_planned: int = 0  # tokens computed by the plan that is not committed yet
-    num_ahead: int = 0  # 1: a second plan, behind that one, computes the token after it
+    num_ahead: int = 0  # tokens computed by a second plan, behind that one
     num_read: int = 0  # cache-hit tokens: computed before the first plan
     num_copied: int = 0  # of `num_read`: copied from part of a cached page
     num_shared: int = 0  # tokens attached in flight: another sequence computes them

@@ -6,10 +6,10 @@ With one, a second step is planned and begun behind the first before the result 
     host     plan n | plan n+1 | wait      | apply n | plan n+2 | wait      | apply n+1 ...
     device          | step n               | step n+1           | step n+2             ...
 
-The second step has one token of each request that goes on whatever the first one samples, see
-`scheduling.run_ahead`. A request that ends with the first has computed a token too many, which is
-dropped with its pages and was never published. All other decisions, admissions and preemptions among
-them, are taken with no step in flight, by the code that knows of one step only.
+The second step has a token of each request that goes on whatever the first one samples, or a chunk
+of its prompt, see `scheduling.run_ahead`. A request that ends with the first has computed a token too
+many, which is dropped with its pages and was never published. All other decisions, admissions and
+preemptions among them, are taken with no step in flight, by the code that knows of one step only.
 """
 
 from __future__ import annotations

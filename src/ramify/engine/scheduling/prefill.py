@@ -162,7 +162,10 @@ class PrefillSelector:
     def _continue(self, request: Request) -> None:
         """Add the next chunk of a running request."""
         sequence = request.sequence
-        num_new = self._chunk(sequence.num_computed, sequence.num_uncomputed)
+        num_planned = sequence.num_planned  # of a step in flight
+        num_new = self._chunk(
+            sequence.num_computed + num_planned, sequence.num_uncomputed - num_planned
+        )
         if not num_new:
             return
         self._work.append((request, num_new))

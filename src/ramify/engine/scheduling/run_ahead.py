@@ -1,4 +1,4 @@
-"""Which requests go on behind the step in flight, and which ones its result decides about."""
+"""Which requests go on behind the step in flight, and which of them its result decides about."""
 
 from __future__ import annotations
 
@@ -25,27 +25,35 @@ def ends_with_next_token(request: Request) -> bool:
     return request.params.max_tokens == 0 or num_tokens >= request.max_len
 
 
-def select_ahead(running: Iterable[Request]) -> list[Request]:
-    """The running requests that compute one more token, whatever the step in flight samples.
+def is_read(request: Request) -> bool:
+    """Whether more comes of its prompt than K/V and one token: scores, an embedding, children."""
+    params = request.params
+    scores = params.prompt_logprobs is not None or params.prompt_embedding
+    return scores or bool(request.pending_children)
+
+
+def select_ahead(running: Iterable[Request]) -> tuple[list[Request], list[Request]] | None:
+    """The running requests that go on, whatever the step in flight samples: by a token, and by a chunk.
 
     Returns:
-        None of them if one needs the result: it has more of its prompt to compute, drafts, or
-        `needs_sampled_token`. Neither if one pauses before the last token of its prompt: a step that
-        ends a prompt may begin children, score prompt tokens or make an embedding.
+        None if one needs the result: it has drafts, `needs_sampled_token`, or its prompt `is_read`.
     """
-    requests: list[Request] = []
+    decodes: list[Request] = []
+    prompts: list[Request] = []
     for request in running:
         sequence = request.sequence
-        is_planned = bool(sequence.num_planned)
         num_left = len(sequence.tokens) - sequence.num_computed - sequence.num_planned
-        if num_left != (not is_planned) or request.draft:
-            return []
-        if not is_planned:  # it pauses in the step in flight
-            if not request.output_ids:
-                return []
-            requests.append(request)
-        elif needs_sampled_token(request):
-            return []
-        elif not ends_with_next_token(request):
-            requests.append(request)
-    return requests
+        if request.draft:
+            return None
+        if not num_left:  # the step in flight samples its next token
+            if needs_sampled_token(request):
+                return None
+            if not ends_with_next_token(request):
+                decodes.append(request)
+        elif num_left == 1 and request.output_ids:  # it pauses in the step in flight
+            decodes.append(request)
+        elif is_read(request):
+            return None
+        else:
+            prompts.append(request)
+    return decodes, prompts

@@ -182,27 +182,38 @@ class Scheduler:
             raise
 
     def schedule_ahead(self) -> ScheduledStep | None:
-        """Plan one more token of each running request, behind the step in flight.
+        """Plan one more token of each running request, or a chunk of its prompt, behind the step in flight.
 
-        Nobody is admitted or preempted, and no prompt goes on.
+        Nobody is admitted or preempted.
 
         Returns:
             None if the next step depends on the result of the one in flight, or has no work.
         """
         if self.next_isolated() is not None or self._may_admit():
             return None
-        requests = select_ahead(self.running)
-        if not 0 < len(requests) <= self.max_batch_tokens:
+        selected = select_ahead(self.running)
+        if selected is None:
+            return None
+        decodes, prompts = selected
+        work, num_decodes = [(request, 1) for request in decodes], len(decodes)
+        left = self.max_batch_tokens - num_decodes
+        if left < (1 if prompts else 0):  # they take turns
+            return None
+        if prompts:
+            work += self._prefill.choose(prompts, left, num_free_rows=0, num_decodes=num_decodes)[0]
+        if not work:
             return None
         try:
-            batch = self.planner.ahead.plan([request.sequence for request in requests])
+            batch = self.planner.ahead.plan(
+                [request.sequence for request, _ in work], [num_new for _, num_new in work]
+            )
         except OutOfPagesError:  # to preempt, all must be known
             return None
         self._step += 1
         self.waiting.step, self._num_ahead = self._step, self._num_ahead + 1
-        self._mark_scheduled([(request, 1) for request in requests], [])
+        self._mark_scheduled(work, [])
         self.num_tokens += batch.num_tokens
-        return ScheduledStep(tuple(requests), batch)
+        return ScheduledStep(tuple([request for request, _ in work]), batch)
 
     def refund_ahead(self, requests: Iterable[Request]) -> None:
         """Take back what tenants were charged for a token ahead that was dropped: its request has ended."""

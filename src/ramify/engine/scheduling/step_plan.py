@@ -71,34 +71,37 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
 
 
 def build_ahead_plan(scheduled: ScheduledStep) -> StepPlan:
-    """The plan of a step of `Scheduler.schedule_ahead`: a token of each request, of most a late one."""
+    """The plan of a step of `Scheduler.schedule_ahead`: chunks of prompts, and tokens that may be late ones."""
+    ids = array("i")
     samples: list[SampleSpec] = []
     late: list[LateToken] = []
-    ids = np.zeros(len(scheduled.requests), np.int64)
-    for row, request in enumerate(scheduled.requests):
-        sequence, params = request.sequence, request.params
-        is_late = bool(sequence.num_planned)
-        if is_late:
-            late.append(LateToken(row, request.id))
-        else:
-            ids[row] = sequence.tokens[-1]
+    for request in scheduled.requests:
+        sequence = request.sequence
+        begin = sequence.num_computed + sequence.num_planned
+        end = begin + sequence.num_ahead
+        if begin < len(sequence.tokens):
+            ids.extend(sequence.tokens[begin:end])
+            if end == len(sequence.tokens):
+                samples += _sample_specs(request, len(ids), end)
+            continue
+        late.append(LateToken(len(ids), request.id))
+        ids.append(0)
         processor, logits = request.logits_processor, None
         if processor is not None:
-            logits = processor.for_step(request.output_ids, (), num_late=int(is_late))
+            logits = processor.for_step(request.output_ids, (), num_late=1)
             logits = None if logits.is_identity else logits
-        end = sequence.num_computed + sequence.num_planned + 1
+        params, num_logprobs = request.params, _num_logprobs(request)
         samples.append(
             SampleSpec(
-                request.id, row, end, params, request.seed, _num_logprobs(request), (), logits
+                request.id, len(ids) - 1, end, params, request.seed, num_logprobs, (), logits
             )
         )
-    request_ids = tuple([request.id for request in scheduled.requests])
     return StepPlan(
         scheduled.batch,
-        ids,
+        np.frombuffer(ids, np.int32).astype(np.int64),
         tuple(samples),
         (),
-        request_ids,
+        tuple([request.id for request in scheduled.requests]),
         all_rows=False,
         late_tokens=tuple(late),
     )
