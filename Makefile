@@ -20,7 +20,7 @@ TORCH_ARGS ?=
 export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo browser docs docs-serve test test-full test-pure check format options bench bench-attention bench-core bench-engine \
+.PHONY: help venv demo browser docs docs-serve test test-full test-device test-pure check format options bench bench-attention bench-core bench-engine \
   bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
@@ -44,6 +44,11 @@ test-full: $(DEV) $(GEMMA)  ## every test and every random example; without ARGS
 
 browser:  ## Chromium and axe-core for the tests of the live page
 	@sh scripts/install_browser.sh build/browser
+
+test-device: $(DEV)  ## parity, exactness and faults through the executor of a device, on this CPU
+	@for runner in device device-ahead; do echo "RAMIFY_TEST_RUNNER=$$runner" && \
+	  RAMIFY_TEST_RUNNER=$$runner $(BIN)/python -m pytest -n auto --dist loadfile \
+	  $(or $(ARGS),$$($(BIN)/python -m tests.device_runner)) || exit 1; done
 
 test-pure: $(DEV)  ## the tests that need no torch
 	@$(BIN)/python -m pytest tests/pure $(ARGS)

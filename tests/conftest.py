@@ -6,6 +6,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.device_runner import chosen_runner, reason_not_to_run
 from tests.full_run import TABLE, read_parts
 
 # Before anything imports a library that would look for a hub.
@@ -36,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part.has(item.nodeid) for part in parts.values()):
             item.add_marker("slow")
+        if chosen_runner() and (reason := reason_not_to_run(item.nodeid)):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -115,5 +115,7 @@ def _run(
     os.chdir(folder)
     sys.argv = ["ramify", *args]
     from ramify.cli import main
+    from tests.device_runner import install
 
+    install()
     main()

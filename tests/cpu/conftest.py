@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.device_runner import install
+
 os.environ["TRITON_INTERPRET"] = "1"
+install()
 
 
 @pytest.fixture(scope="session")

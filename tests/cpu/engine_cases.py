@@ -16,7 +16,6 @@ from ramify.cache.key import CacheKey
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.llm import LLM
 from ramify.engine.speculation.drafter import Drafter
@@ -33,6 +32,7 @@ from ramify.models.kv_cache_spec import (
 )
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+from tests.device_runner import step_executor
 from tests.pure.whole_steps import WholeSteps, run_step
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ class RecordingExecutor(WholeSteps):
         assert self.cache is not None
         spoil_free_pages(self.runner.pool, self.cache)
         self.runner.last.clear()
-        result = run_step(LocalExecutor(self.runner), plan)
+        result = run_step(step_executor(self.runner), plan)
         row = 0
         for draw in plan.samples:
             positions = self.rows.setdefault(draw.request_id, {})
@@ -141,7 +141,7 @@ class RecordingExecutor(WholeSteps):
         raise AssertionError("a step failed")
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        LocalExecutor(self.runner).copy_pages(pairs)
+        step_executor(self.runner).copy_pages(pairs)
 
 
 def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:

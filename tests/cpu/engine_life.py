@@ -21,7 +21,6 @@ import torch
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
@@ -36,6 +35,7 @@ from ramify.models.loader import load_model
 from ramify.outputs import Completion, FinishReason, RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
+from tests.device_runner import step_executor
 from tests.pure.whole_steps import WholeSteps, run_step
 
 MAX_TOKENS = 160  # of a request, prompt and answers
@@ -182,7 +182,7 @@ class Saboteur(WholeSteps):
     done: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.inner = LocalExecutor(self.runner)
+        self.inner = step_executor(self.runner)
 
     def happens(self, rate: float, *kinds: str) -> str:
         """Return a random fault of `kinds`, counted, with probability `rate`; else ""."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from ramify.attention import paged
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend
-from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import SampleSpec, StepPlan
 from ramify.models.loader import load_model
@@ -22,6 +21,7 @@ from ramify.params import SamplingParams
 from tests.cpu.test_fused_attention import call_attention_by_layer, outcome, plan_of, runner_of
 from tests.cpu.test_fused_layers import LoopedOps, decoder, fused_layers_of, inputs
 from tests.cpu.tiny_models import DENSE, ops_of
+from tests.device_runner import step_executor
 from tests.pure.whole_steps import run_step
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
@@ -231,7 +231,7 @@ def test_a_nonfinite_row_fails_its_request_sampled_or_not(
     """Logits show it for sampled rows; hidden rows are checked for the others."""
     runner = runner_of(folder, "llama", "bfloat16")
     plan = sampling(plan_of([(20, 1), (30, 1), (40, 1)]), [(seq, 0) for seq in seqs])
-    sound = run_step(LocalExecutor(runner), plan)
+    sound = run_step(step_executor(runner), plan)
     assert sorted(sound.sampled) == list(seqs)
     assert not sound.failed
     forward = runner.forward
@@ -242,7 +242,7 @@ def test_a_nonfinite_row_fails_its_request_sampled_or_not(
         return hidden
 
     monkeypatch.setattr(runner, "forward", damaged)
-    result = run_step(LocalExecutor(runner), plan)
+    result = run_step(step_executor(runner), plan)
 
     assert list(result.failed) == [1]
     assert "the hidden state of request 1 at position 30 is not finite" in result.failed[1]
