@@ -228,27 +228,6 @@ def test_the_end_of_a_prompt_is_not_computed_ahead(
     assert answers[0] == answers[1]
 
 
-def test_a_tenant_is_not_charged_for_a_token_past_its_end() -> None:
-    """Of a request that ends at a stop token, the step ahead has computed a token that is dropped.
-
-    Both tenants are charged what they are without overlap, so that the order of admissions is the same.
-    """
-    script = [5, 6, 7, 8, 9, EOS, 11, 12]
-    served = []
-    for is_overlapping in (False, True):
-        bench = Bench(next_token=lambda context: script[(len(context) - 3) % len(script)])
-        if is_overlapping:
-            overlapping(bench, LateDevice(bench.device))
-        keys = [bench.add([1, 2, 3], max_tokens=8, tenant=tenant) for tenant in ("ann", "bob")]
-        requests = [bench.core.live[key] for key in keys]
-
-        outputs = bench.run()
-
-        assert [len(outputs[key].token_ids) for key in keys] == [6, 6]
-        served.append([bench.core.scheduler.waiting.num_served(each) for each in requests])
-    assert served[0] == served[1]
-
-
 def test_min_tokens_counts_the_token_in_flight() -> None:
     """Stop tokens are forbidden in as many rows as `min_tokens` leaves, late tokens counted."""
     processor = LogitsProcessor(

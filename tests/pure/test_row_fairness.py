@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ramify.errors import OverloadedError, TokensWaitError
 from ramify.params import SamplingParams
 from tests.budget import examples
-from tests.pure.engine_bench import Bench, expected
+from tests.pure.engine_bench import EOS, Bench, expected
+from tests.pure.overlapping_device import LateDevice
 
 WAIT_STEPS = 4
 
@@ -356,3 +357,24 @@ def test_queued_tokens_are_shared_too() -> None:
 
     assert caught.value.retry_after_s == 1
     bench.run()
+
+
+def test_a_tenant_is_not_charged_for_a_token_past_its_end() -> None:
+    """Of a request that ends at a stop token, the step ahead has computed a token that is dropped.
+
+    Both tenants are charged what they are without overlap, so that the order of admissions is the same.
+    """
+    script = [5, 6, 7, 8, 9, EOS, 11, 12]
+    served = []
+    for is_overlapping in (False, True):
+        bench = Bench(next_token=lambda context: script[(len(context) - 3) % len(script)])
+        if is_overlapping:
+            bench.core.executor = LateDevice(bench.device)
+        keys = [bench.add([1, 2, 3], max_tokens=8, tenant=tenant) for tenant in ("ann", "bob")]
+        requests = [bench.core.live[key] for key in keys]
+
+        outputs = bench.run()
+
+        assert [len(outputs[key].token_ids) for key in keys] == [6, 6]
+        served.append([bench.core.scheduler.waiting.num_served(each) for each in requests])
+    assert served[0] == served[1]

@@ -283,15 +283,6 @@ def test_no_tokens_compute_the_prompt_only() -> None:
     assert answered["ramify_cache"]["read"] >= 32
 
 
-@pytest.mark.parametrize("num_predict", [-1, -2, -64])
-def test_below_zero_there_is_no_limit(num_predict: int) -> None:
-    """Ollama says -1 and -2, and treats other numbers alike: the answer ends with the context."""
-    answer = ask(CHAT, body(options={"num_predict": num_predict}), max_model_len=64)
-
-    assert answer.json["done_reason"] == "length"
-    assert answer.json["prompt_eval_count"] + answer.json["eval_count"] == 64
-
-
 def test_a_context_goes_on_with_the_very_tokens() -> None:
     """The prompt is that of the conversation, and all of it but the new turn is read."""
     bench = ServerBench(page_size=1)

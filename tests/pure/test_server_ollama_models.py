@@ -1,4 +1,4 @@
-"""What Ollama's API says of the model: names, list, template, sizes; and vectors of texts."""
+"""What Ollama's API says of the model: names, list, template, sizes, limits; and vectors of texts."""
 
 import json
 import shutil
@@ -48,6 +48,15 @@ def test_a_model_cannot_be_unloaded(keep_alive: object, unloads: bool) -> None:
 
     assert loaded.json["done_reason"] == "load"
     assert (WARNING in loaded.headers) == unloads
+
+
+@pytest.mark.parametrize("num_predict", [-1, -2, -64])
+def test_below_zero_there_is_no_limit(num_predict: int) -> None:
+    """Ollama says -1 and -2, and treats other numbers alike: the answer ends with the context."""
+    answer = ask(CHAT, body(options={"num_predict": num_predict}), max_model_len=64)
+
+    assert answer.json["done_reason"] == "length"
+    assert answer.json["prompt_eval_count"] + answer.json["eval_count"] == 64
 
 
 def get(path: str, **options: Any) -> Answer:
