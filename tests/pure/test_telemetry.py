@@ -9,7 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, NoReplicaError
 from ramify.server.telemetry import server_telemetry
 from ramify.server.telemetry.options import OtlpOptions
 from ramify.server.tenants import ApiKeys
@@ -148,6 +148,22 @@ def test_metrics_are_reported_while_the_server_runs() -> None:
     with collector() as target, live(otlp=otlp(target, interval_s=0.02)) as running:
         running.ask()
         until(lambda: len(target.metrics) > 1 and "ramify_requests" in target.last_metrics())
+
+
+def test_metrics_go_on_without_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server has metrics of its own; why the engine's are missing is logged."""
+
+    async def unread(*_: Any) -> None:
+        raise NoReplicaError(1.0, "none answers")
+
+    with collector() as target, live(otlp=otlp(target, interval_s=0.02)) as running:
+        monkeypatch.setattr(running.server.metrics, "read_engine", unread)
+        until(lambda: len(target.metrics) > 2)
+
+        assert "ramify_otlp_sent" in target.last_metrics()
+    assert "none answers" in caplog.text
 
 
 def test_a_refused_request_has_a_trace_of_its_own() -> None:

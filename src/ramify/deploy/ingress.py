@@ -31,6 +31,7 @@ from ramify.server.run import (
     make_server,
     text_files_of,
 )
+from ramify.server.telemetry.options import OtlpOptions
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def serve_options(config: DeployConfig) -> ServeOptions:
         public=None if config.public is None else Path(config.public),
         log_json=config.log_json,
         drain_s=config.drain_s,
+        otlp=OtlpOptions.of(None),
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
+from ramify.errors import RamifyError
 from ramify.server.operations.metrics import READ_S, Metrics
 from ramify.server.service import RequestService
 from ramify.server.telemetry.options import OtlpOptions
@@ -102,7 +103,10 @@ class ServerTelemetry:
     async def _report(self, timeout_s: float = READ_S) -> None:
         if self._exporters.metrics is None:
             return
-        await self._metrics.read_engine(self._service.engine, timeout_s)
+        try:
+            await self._metrics.read_engine(self._service.engine, timeout_s)
+        except RamifyError as error:  # no replica, say: the server has metrics of its own
+            logger.warning("OTLP: metrics of the engine are those of the last report: %s", error)
         self._exporters.metrics.put(list(self._metrics.registry.collect()))
 
 
