@@ -304,7 +304,7 @@ def test_sigterm_sends_what_is_queued() -> None:
 
         assert len(target.spans) == SPANS
         assert "ramify_requests" in target.last_metrics()
-        assert took_s < server_telemetry.CLOSE_S
+        assert took_s < 5  # after which a batch of spans would be due
 
 
 def test_a_signal_can_be_left_out() -> None:
