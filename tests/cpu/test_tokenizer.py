@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from ramify.engine.text import tokenizer as tokenizer_module
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, CheckpointError, RequestError
@@ -250,6 +251,18 @@ def test_pieces_of_random_tokens_add_up_too(path: Path, seed: int) -> None:
     pieces = pieces_of(tokenizer, ids)
 
     assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_texts_of_single_tokens_are_remembered_up_to_a_limit(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of `decode`, the first time and later, special tokens and unknown ids too."""
+    monkeypatch.setattr(tokenizer_module, "MAX_DECODED", 7)
+    tokenizer = Tokenizer.load(path)
+
+    for token in [*range(300), *range(300), 10**6]:
+        assert tokenizer.decode_token(token) == tokenizer.decode([token])
+        assert len(tokenizer._decoded) <= 7
 
 
 @pytest.mark.parametrize("seed", range(20))
