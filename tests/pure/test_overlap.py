@@ -228,6 +228,27 @@ def test_the_end_of_a_prompt_is_not_computed_ahead(
     assert answers[0] == answers[1]
 
 
+def test_a_tenant_is_not_charged_for_a_chunk_behind_a_failure() -> None:
+    """A prompt whose K/V is damaged is computed again; the chunk that was begun behind it was dropped."""
+    served = []
+    for overlap in ("off", "auto"):
+        bench = Bench(max_batch_tokens=5, options={"overlap": overlap})
+        device = LateDevice(bench.device, not_finite={4})
+        overlapping(bench, device)
+        bench.add([1, 2, 3], max_tokens=3, ignore_eos=True, tenant="bob")
+        bench.run()
+        key = bench.add(list(range(1, 19)), max_tokens=2, ignore_eos=True, tenant="ann")
+        request = bench.core.live[-1]
+
+        output = bench.run()[key]
+
+        assert list(output.token_ids) == expected(list(range(1, 19)), 2, ends=())
+        assert (device.num_ahead > 3) == (overlap == "auto")
+        assert bench.core.stats().failures.failed_requests == 1
+        served.append(bench.core.scheduler.waiting.num_served(request))
+    assert served[0] == served[1] > 0
+
+
 def test_min_tokens_counts_the_token_in_flight() -> None:
     """Stop tokens are forbidden in as many rows as `min_tokens` leaves, late tokens counted."""
     processor = LogitsProcessor(

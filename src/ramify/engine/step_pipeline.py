@@ -191,7 +191,7 @@ class StepPipeline:
             going_on = ahead.still_planned().requests
             context.planner.ahead.promote([request.sequence for request in going_on])
             if len(going_on) < len(ahead.scheduled.requests):
-                context.scheduler.refund_ahead(set(ahead.scheduled.requests).difference(going_on))
+                context.scheduler.refund_ahead(ahead.scheduled, going_on)
             self._in_flight = ahead
         recovery.step_succeeded()
         if context.tiering is not None:

@@ -215,10 +215,15 @@ class Scheduler:
         self.num_tokens += batch.num_tokens
         return ScheduledStep(tuple([request for request, _ in work]), batch)
 
-    def refund_ahead(self, requests: Iterable[Request]) -> None:
-        """Take back what tenants were charged for a token ahead that was dropped: its request has ended."""
-        for request in requests:
-            self.waiting.charge(request, -1)
+    def refund_ahead(self, step: ScheduledStep, going_on: Iterable[Request]) -> None:
+        """Take back what tenants were charged for a step ahead, but for the requests that go on.
+
+        The others have ended or failed: their tokens ahead are dropped.
+        """
+        kept, ends = set(going_on), step.batch.cu_seqlens_q.tolist()
+        for request, begin, end in zip(step.requests, ends, ends[1:], strict=False):
+            if request not in kept:
+                self.waiting.charge(request, begin - end)
 
     def _may_admit(self) -> bool:
         """Whether the next step may admit a waiting request."""
