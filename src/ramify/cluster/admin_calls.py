@@ -18,7 +18,7 @@ from ramify.errors import NoReplicaError, PinError, ReplicaLostError
 logger = logging.getLogger(__name__)
 
 # Calls after which nobody expects a replica to have what they name.
-ERASING = (calls.ClearCache, calls.EvictAnswers, calls.EndPins)
+ERASING = (calls.ClearCache, calls.EvictAnswers, calls.EndPins, calls.UnpinPrefix)
 
 
 class AdminCalls:

@@ -25,7 +25,7 @@ from ramify.cluster.wire import Welcome
 from ramify.config import ResolvedConfig
 from ramify.engine.cache_admin import calls
 from ramify.engine.cache_admin.async_view import AsyncCacheView
-from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.cache_admin.warmup import WARM_PARAMS, WARM_PRIORITY, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.description import EngineDescription
 from ramify.engine.logits.grammar import GrammarCompiler
@@ -324,6 +324,8 @@ class ClusterLLM:
     async def run(self, call: Any) -> Any:
         """Run a call of `cache_admin.calls` on every replica; see `AdminCalls.run`."""
         result = await self._admin_calls.run(call)
+        if isinstance(call, calls.UnpinPrefix):
+            self._warm_up.forget_pinned(call.owner, call.token_ids)
         if isinstance(call, calls.PinPublicPrefixes) and self._hashes is not None:
             for ids in call.prefixes:
                 self._hashes.declare_public(array("i", ids))
@@ -352,7 +354,7 @@ class ClusterLLM:
     ) -> RequestOutput | Exception:
         """Compute a prompt on a replica."""
         ids = partial(prompt.ids, self.tokenizer)
-        options = RequestOptions(priority=-1, tenant=prompt.tenant, salt=prompt.salt)
+        options = prompt.options(WARM_PRIORITY)
         try:
             stream = self._stream(ids, WARM_PARAMS, options, in_thread=True, only=replica)
             return await stream.whole()

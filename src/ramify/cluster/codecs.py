@@ -158,6 +158,7 @@ _RESULTS: dict[type, Any] = {
     calls.ClearCache: ClearResult,
     calls.PinPrefix: WirePin,
     calls.Unpin: None,
+    calls.UnpinPrefix: int,
     calls.ListPins: list[WirePin],
     calls.EndPins: int,
     calls.EndSession: int | None,

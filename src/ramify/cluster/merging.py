@@ -39,8 +39,10 @@ def merged(call: Any, results: Sequence[tuple[int, Any]]) -> Any:
     """
     values = [value for _, value in results]
     match call:
-        case calls.ReadStats() | calls.ReadCacheStats() | calls.ClearCache() | calls.EndPins():
+        case calls.ReadStats() | calls.ReadCacheStats() | calls.ClearCache():
             return summed(values)
+        case calls.EndPins() | calls.UnpinPrefix():
+            return sum(values)
         case calls.EndSession():  # it may have been at several replicas, or at none
             known_pages = [value for value in values if value is not None]
             return sum(known_pages) if known_pages else None

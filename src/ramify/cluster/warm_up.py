@@ -12,7 +12,7 @@ from contextlib import suppress
 from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.routes import HotPrompt, Routes
 from ramify.engine.cache_admin.calls import PinPublicPrefixes
-from ramify.engine.cache_admin.warmup import WarmPrompt, WarmupResult
+from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt, WarmupResult
 from ramify.errors import RamifyError
 from ramify.outputs import RequestOutput
 
@@ -50,6 +50,24 @@ class WarmUp:
         """Compute and pin these prefixes, too, at every replica that joins later."""
         arrays = [array("i", ids) for ids in prefixes]
         self._public += [ids for ids in arrays if ids not in self._public]
+
+    def forget_pinned(self, owner: str, token_ids: Sequence[int]) -> None:
+        """Neither compute nor pin a prefix at replicas that join later; its pins have ended.
+
+        Args:
+            owner: tenant of a prompt with `retention`, or `PUBLIC`.
+        """
+        is_public, ids = owner == PUBLIC, [*token_ids]
+        if is_public:
+            self._public = [prefix for prefix in self._public if prefix.tolist() != ids]
+
+        def is_forgotten(prompt: WarmPrompt) -> bool:
+            # Sharing a prefix has computed it as a prompt of no tenant.
+            owned = not prompt.tenant if is_public else prompt.tenant == owner
+            return owned and bool(prompt.retention) is not is_public and [*prompt.prompt] == ids
+
+        remaining = [prompt for prompt in self._prompts if not is_forgotten(prompt)]
+        self._prompts = deque(remaining, maxlen=MAX_PROMPTS)
 
     def begin(self, replica: RemoteReplica) -> None:
         """A replica has joined; with an empty cache, or with the one of before."""

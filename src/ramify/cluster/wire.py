@@ -22,7 +22,7 @@ from ramify.engine.identity import EngineIdentity
 from ramify.errors import RamifyError
 from ramify.outputs import CacheReport, FinishReason, PrefixReport, RequestMetrics, TokenLogprob
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 METHOD = "/ramify.cluster.Replica/Link"
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 8 << 20  # of one connection; beyond, it is ended
@@ -104,6 +104,7 @@ AnyCall = (
     | calls.ClearCache
     | calls.PinPrefix
     | calls.Unpin
+    | calls.UnpinPrefix
     | calls.ListPins
     | calls.EndPins
     | calls.EndSession

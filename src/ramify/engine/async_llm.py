@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
 from ramify.engine.cache_admin.async_view import AsyncCacheView
 from ramify.engine.cache_admin.calls import ReadStats
-from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.cache_admin.warmup import WARM_PARAMS, WARM_PRIORITY, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.description import EngineDescription, summary
@@ -371,7 +371,7 @@ class AsyncLLM:
 
         async def compute(prompt: WarmPrompt) -> RequestOutput | Exception:
             ids = partial(prompt.ids, self.tokenizer)
-            options = RequestOptions(priority=-1, tenant=prompt.tenant, salt=prompt.salt)
+            options = prompt.options(WARM_PRIORITY)
             async with permits:
                 try:
                     return await self._stream(ids, WARM_PARAMS, options, in_thread=True).whole()

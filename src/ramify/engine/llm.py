@@ -179,7 +179,7 @@ class LLM:
         return CacheView(self.core, self.tokenizer, self._warm)
 
     def _warm(self, prompts: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
-        requests = [RequestOptions(tenant=prompt.tenant, salt=prompt.salt) for prompt in prompts]
+        requests = [prompt.options() for prompt in prompts]
         return self._driver.run(
             [partial(prompt.ids, self.tokenizer) for prompt in prompts],
             BatchOptions([WARM_PARAMS] * len(prompts), requests),

@@ -7,6 +7,7 @@ A request goes through `app` (keys, errors, disconnects) → `routes` (the table
 events, answers and cache usage) → `*_response` (JSON, server-sent events or lines). Read in this order.
 
 - `context`: `RequestContext`, which every endpoint gets. `model_list`: the endpoints of `/v1/models`.
+- `prefixes`: `/v1/prefixes`, the beginnings of conversations under a name.
 - `prompts`: chat templates, token ids, threads for both. `grammars`, `answers`: of answers, and their parts.
 - `history`: earlier requests, conversations, reasons for misses. `request_fields`: request fields of several APIs.
 - `model_dialects`: reasoning and tool calls in the text of each model family.

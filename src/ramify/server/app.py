@@ -94,6 +94,16 @@ class Server:
             "memory of /v1/conversations",
             lambda: service.conversations.num_bytes,
         )
+        self.metrics.watch(
+            "named_prefixes",
+            "prefixes with a name, of all tenants",
+            lambda: len(service.prefixes) + len(service.public_prefixes),
+        )
+        self.metrics.watch(
+            "named_prefix_bytes",
+            "memory of their definitions",
+            lambda: service.prefixes.num_bytes + service.public_prefixes.num_bytes,
+        )
         self.telemetry = None if otlp is None else ServerTelemetry(otlp, service, self.metrics)
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S

@@ -18,7 +18,7 @@ from ramify.server.answers.route import route_json
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.stored_requests import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
-from ramify.server.prompts.renderer import RenderedPrompt
+from ramify.server.prompts.renderer import NamedSpan, RenderedPrompt
 from ramify.server.tenants import Caller
 
 
@@ -62,6 +62,7 @@ class CacheUsage:
     placement: Placement | None = None  # in a cluster
     resumed: bool = False  # a replica with another identity has gone on with the answer
     tiers: Mapping[str, int] = field(default_factory=dict)  # of `read`, by tier: host, disk
+    named: NamedSpan | None = None  # the prefix that the request names
 
     @property
     def cached(self) -> int:
@@ -78,6 +79,8 @@ class CacheUsage:
         }
         if self.tiers:
             payload["read_by_tier"] = {"pool": self.read - sum(self.tiers.values()), **self.tiers}
+        if self.named is not None:
+            payload["prefix"] = self.named.as_json(self.read)
         if self.pins_refused:
             payload["pins_refused"] = self.pins_refused
         if self.resumed:
@@ -218,6 +221,7 @@ class Generation:
             placement=self.placement,
             resumed=self.output is not None and self.output.resumed,
             tiers=report.tier_tokens,
+            named=self.request.prompt.named,
         )
 
 
@@ -279,4 +283,5 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         placement=usages[0].placement if len(usages) == 1 else None,
         resumed=any(usage.resumed for usage in usages),
         tiers=dict(tiers),
+        named=usages[0].named if len(usages) == 1 else None,
     )

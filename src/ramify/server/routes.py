@@ -54,6 +54,8 @@ from ramify.server.openai.responses.protocol import (
 from ramify.server.operations import activity_report, cache_admin, loads, tree_branches, weights
 from ramify.server.operations.cache_admin import PinRequest
 from ramify.server.page import endpoints as page
+from ramify.server.prefixes import endpoints as prefixes
+from ramify.server.prefixes.definition import PrefixRequest
 
 Handler = Callable[[RequestContext], Awaitable[Response]]
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
@@ -163,6 +165,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
     Endpoint("/v1/sessions/{name:path}", "DELETE", sessions.delete_session, "End a session: its pages are evicted first.", api="by_header"),
+    Endpoint("/v1/prefixes", "GET", prefixes.list_prefixes, "Named prefixes: the tenant's own and public ones.", api="by_header"),
+    Endpoint("/v1/prefixes", "POST", prefixes.create_prefix, "Name, compute and pin the beginning of conversations.", PrefixRequest, api="by_header"),
+    Endpoint("/v1/prefixes/{name:path}", "GET", prefixes.get_prefix, "A named prefix with its definition.", api="by_header"),
+    Endpoint("/v1/prefixes/{name:path}", "DELETE", prefixes.delete_prefix, "Forget a name, and end the pins of its pages.", api="by_header"),
     Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", api="by_header", parameters=model_list.PAGE_PARAMETERS),
     Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", api="by_header"),
     _ollama("/api/chat", "POST", ollama.chat, "Answer a conversation, in Ollama's form.", OllamaChatRequest, streams=True),

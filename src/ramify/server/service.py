@@ -21,7 +21,8 @@ from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.grammars.constraint import AnswerConstraints
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
-from ramify.server.history.expiring_store import ExpiringStore
+from ramify.server.history.expiring_store import ExpiringStore, Sized
+from ramify.server.history.named_values import NamedValues
 from ramify.server.history.stored_conversation import StoredConversation
 from ramify.server.history.stored_requests import (
     HistoryEntry,
@@ -109,6 +110,8 @@ class RequestService:
         )
         self.history: ExpiringStore[HistoryEntry] = ExpiringStore()  # by response id
         self.conversations: ExpiringStore[StoredConversation] = ExpiringStore()
+        self.prefixes: NamedValues[Sized] = NamedValues("prefix")
+        self.public_prefixes: NamedValues[Sized] = NamedValues("public prefix")
         self.quotas = QuotaMeter()
         self.live, self.activity = LiveRequests(), Activity()
         self.has_several_tenants = False  # set by the server that has the keys
@@ -227,7 +230,7 @@ class RequestService:
                     for breakpoint_ in prompt.breakpoints
                 ),
                 cache_share=caller.quota.max_cached_share,
-                pin_share=self._pin_share(caller),
+                pin_share=self.pin_share(caller),
             )
             first_output = await anext(aiter(events), None)
             generation = Generation(
@@ -262,7 +265,7 @@ class RequestService:
                 each, num_running=live.num_running(each), num_waiting=live.num_waiting(each)
             )
 
-    def _pin_share(self, caller: Caller) -> float | None:
+    def pin_share(self, caller: Caller) -> float | None:
         """Share of the pool that a caller may pin; None: no limit of its own."""
         share = caller.quota.max_pinned_share
         return TENANT_PIN_SHARE if share is None and self.has_several_tenants else share

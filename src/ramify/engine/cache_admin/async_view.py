@@ -29,6 +29,7 @@ from ramify.engine.cache_admin.calls import (
     ReadTree,
     RunsInEngine,
     Unpin,
+    UnpinPrefix,
 )
 from ramify.engine.cache_admin.view import ClearResult, TreeView, as_warm_prompts, preview_text
 from ramify.engine.cache_admin.warmup import (
@@ -112,6 +113,10 @@ class AsyncCacheView:
     async def unpin(self, pin: Pin | int) -> None:
         """See `CacheView.unpin`."""
         await self._engine.run(Unpin(pin.id if isinstance(pin, Pin) else pin))
+
+    async def unpin_prefix(self, prefix: Prefix, *, owner: str) -> int:
+        """See `CacheView.unpin_prefix`."""
+        return await self._engine.run(UnpinPrefix(owner, await self._ids(prefix)))
 
     async def pins(self, owner: str | None = None) -> list[Pin]:
         """See `CacheView.pins`."""

@@ -162,6 +162,16 @@ class Unpin(Struct, frozen=True, tag=True):
         _view(core).unpin(self.pin_id)
 
 
+class UnpinPrefix(Struct, frozen=True, tag=True):
+    """`CacheView.unpin_prefix`; the prefix as token ids."""
+
+    owner: str
+    token_ids: Sequence[int]
+
+    def __call__(self, core: EngineCore) -> int:
+        return _view(core).unpin_prefix(self.token_ids, owner=self.owner)
+
+
 class ListPins(Struct, frozen=True, tag=True):
     """`CacheView.pins`."""
 

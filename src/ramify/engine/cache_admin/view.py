@@ -192,6 +192,14 @@ class CacheView:
         self.core.unpin(pin)
 
     @whole_call
+    def unpin_prefix(self, prefix: Prefix, *, owner: str) -> int:
+        """End the owner's pins of exactly this prefix, as whole pages; returns how many."""
+        ids = prefix_token_ids(prefix, self._tokenizer, add_generation_prompt=False)
+        tokens = validate_token_ids(ids, self._engine.vocab_size)
+        whole = tokens[: len(tokens) // self.core.page_size * self.core.page_size]
+        return self._end([pin for pin in self.core.pins(owner) if pin.key.tokens() == whole])
+
+    @whole_call
     def pins(self, owner: str | None = None) -> list[Pin]:
         """All live pins, or those of one owner, oldest first."""
         return self.core.pins(owner)
@@ -199,11 +207,13 @@ class CacheView:
     @whole_call
     def end_pins(self, owner: str) -> int:
         """End all pins of an owner; returns how many."""
-        own = self.core.pins(owner)
-        for pin in own:
+        return self._end(self.core.pins(owner))
+
+    def _end(self, pins: Sequence[Pin]) -> int:
+        for pin in pins:
             with suppress(PinError):  # it has expired just now
                 self.core.unpin(pin)
-        return len(own)
+        return len(pins)
 
     @whole_call
     def end_session(self, name: str, *, tenant: str = "") -> int | None:

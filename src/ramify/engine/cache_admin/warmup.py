@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.cache.pins import Pin
 from ramify.engine.core import EngineCore
+from ramify.engine.request_options import RequestOptions
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Message, Prompt, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, PinError, RamifyError, RequestError
@@ -22,21 +23,39 @@ if TYPE_CHECKING:
 
 PUBLIC = "public"  # owner of the pins of public prefixes
 WARM_PARAMS = SamplingParams(max_tokens=1)  # the least that computes a whole prompt
+WARM_PRIORITY = -1  # beside requests
 MAX_ERRORS = 16  # messages kept in a result
 
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    """A prompt to compute, and the tenant and salt that it is cached for."""
+    """A prompt to compute, and the tenant and salt that it is cached for.
+
+    Args:
+        tools: for the chat template, with messages only.
+        retention, pin_share: what to pin of it, as in `AsyncLLM.stream`.
+    """
 
     prompt: Prompt | Sequence[Message]
     tenant: str = ""
     salt: str = ""
-    tools: Sequence[Mapping[str, Any]] = ()  # for the chat template, with messages only
+    tools: Sequence[Mapping[str, Any]] = ()
+    retention: Sequence[tuple[int, float | None]] = ()
+    pin_share: float | None = None
 
     def ids(self, tokenizer: Tokenizer | None) -> Sequence[int]:
         """Token ids of the prompt. Raises RequestError if it cannot be tokenised."""
         return prefix_token_ids(self.prompt, tokenizer, self.tools, add_generation_prompt=False)
+
+    def options(self, priority: int = 0) -> RequestOptions:
+        """Options of the request that computes it."""
+        return RequestOptions(
+            priority=priority,
+            tenant=self.tenant,
+            salt=self.salt,
+            retention=self.retention,
+            pin_share=self.pin_share,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ async def count_tokens(context: RequestContext) -> Response:
     request = await context.body(CountRequest, FIELDS)
 
     def count() -> tuple[int, list[str]]:
-        conversation = read_count_request(request, context.service)
+        conversation = read_count_request(request, context.service, context.caller.tenant)
         entry, warnings = rendered(conversation, context.service, context.caller.tenant)
         return len(entry.prompt.ids), warnings
 

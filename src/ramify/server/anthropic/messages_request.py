@@ -14,9 +14,10 @@ from ramify.server.anthropic.protocol import (
     MessageRequest,
     ToolChoice,
 )
-from ramify.server.anthropic.tools import tool_set
+from ramify.server.anthropic.tools import ToolSet, tool_set
 from ramify.server.anthropic.turns import read_messages
-from ramify.server.conversation.conversation import CacheOptions, Conversation
+from ramify.server.conversation.conversation import CacheOptions, Conversation, NamedPrefix
+from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.parts import Message, TextPart
 from ramify.server.conversation.to_generation import to_generation, within_context
 from ramify.server.errors import ApiError
@@ -45,10 +46,10 @@ def messages_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    conversation, warnings = read_count_request(request, service), list[str]()
+    conversation, warnings = read_count_request(request, service, tenant), list[str]()
     choice = request.tool_choice or ToolChoice("auto")
     forces_call = choice.type in ("any", "tool")
-    tools = tool_set(_shown_tools(request, service))
+    tools = _tool_set(request, service, conversation.prefix)
     conversation = replace(
         conversation,
         allowed_tools=frozenset() if choice.type == "none" else None,
@@ -88,7 +89,9 @@ def _answer_format(request: MessageRequest, warnings: list[str]) -> StructuredOu
     return schema_format(output_format.schema, where, warnings, strict=False)
 
 
-def read_count_request(request: CountRequest, service: RequestService) -> Conversation:
+def read_count_request(
+    request: CountRequest, service: RequestService, tenant: str = ""
+) -> Conversation:
     """What a request says of its prompt.
 
     Raises:
@@ -99,7 +102,8 @@ def read_count_request(request: CountRequest, service: RequestService) -> Conver
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
     _check_num_breakpoints(request)
     system, messages = _system_texts(request), read_messages(request.messages)
-    tools = tool_set(_shown_tools(request, service))
+    prefix = prefix_of(service, tenant, request.prefix)
+    tools = _tool_set(request, service, prefix)
     warnings = tools.warnings()
     if request.context_management:
         warnings.append("context_management is ignored")
@@ -112,6 +116,7 @@ def read_count_request(request: CountRequest, service: RequestService) -> Conver
         model=model,
         messages=messages,
         system=Message("system", "system", system) if system else None,
+        prefix=prefix,
         joins_roles=True,
         continues_answer=None,
         tools=tools.definitions,
@@ -127,6 +132,14 @@ def read_count_request(request: CountRequest, service: RequestService) -> Conver
         },
         warnings=tuple(warnings),
     )
+
+
+def _tool_set(
+    request: CountRequest, service: RequestService, prefix: NamedPrefix | None
+) -> ToolSet:
+    """The tools of the prompt: the request's own, or those of its prefix."""
+    tools = tool_set(_shown_tools(request, service))
+    return replace(tools, definitions=tools_with(prefix, tools.definitions))
 
 
 def _shown_tools(request: CountRequest, service: RequestService) -> Sequence[InputTool]:

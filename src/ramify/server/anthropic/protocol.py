@@ -132,6 +132,7 @@ class CountRequest(Struct, kw_only=True):
     model: Name
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
+    prefix: Name | None = None  # that the messages follow; Ramify's
     tools: list[InputTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

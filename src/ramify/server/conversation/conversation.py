@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,8 @@ from ramify.server.conversation.parts import Message
 from ramify.server.grammars.constraint import CallChoice
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS, KnownPrefix, RenderedPrompt
 from ramify.server.request_fields.reasoning_options import ReasoningOptions
+
+PREFIX_BYTES = 2048  # objects of a named prefix, whatever it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,46 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPrefix:
+    """The beginning of conversations under a name: system prompt, tools, messages.
+
+    Paths of its parts begin with `prefix:`.
+
+    Args:
+        model: the name with which it was made.
+        system: where its API has it beside the messages; else the first messages have the role.
+        ids: tokens that every prompt begins with which is made with it.
+        ttl_s: seconds for which its pages are pinned after each use; None: until it is deleted.
+        is_public: every tenant may use it.
+        created: Unix seconds.
+        definition: system, messages and tools as the client sent them, as JSON.
+    """
+
+    name: str
+    model: str
+    messages: tuple[Message, ...] = ()
+    system: Message | None = None
+    tools: tuple[ToolDefinition, ...] = ()
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    ttl_s: float | None = None
+    is_public: bool = False
+    created: int = 0
+    definition: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory: of the parts about as many as of the definition, twice."""
+        return PREFIX_BYTES + 3 * len(self.definition) + len(self.ids) * self.ids.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A request of any API, as its reader has understood it.
 
     Args:
         model: its name, as the response has it.
         messages: of the request, in order.
+        prefix: what the request's messages follow; `tools` has its tools already.
         system: the system prompt, where the API has it beside the messages.
         joins_roles: consecutive messages of one role are one.
         continues_answer: the last message is the beginning of the answer; None: if it is the model's.
@@ -106,6 +143,7 @@ class Conversation:
     model: str
     messages: tuple[Message, ...]
     system: Message | None = None
+    prefix: NamedPrefix | None = None
     joins_roles: bool = False
     continues_answer: bool | None = False
     opens_answer: bool = True

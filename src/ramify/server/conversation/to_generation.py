@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
+from ramify.server.conversation.named_prefix import with_prefix, with_span
 from ramify.server.conversation.parts import media_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
@@ -93,6 +94,7 @@ def rendered(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
+    conversation = with_prefix(conversation)
     warnings = media_warnings(conversation.messages, service.wrapper)
     warnings += conversation.warnings
     messages = conversation.messages
@@ -127,7 +129,7 @@ def rendered(
     prompt = prompt.with_turns([(message.path, message.role) for message in messages])
     if conversation.max_prompt_tokens is not None:
         prompt = prompt.last_tokens(conversation.max_prompt_tokens)
-    prompt = conversation.cache.with_breakpoints(prompt)
+    prompt = with_span(conversation, conversation.cache.with_breakpoints(prompt), warnings)
     entry = HistoryEntry(
         model=conversation.model,
         options=conversation.compared,

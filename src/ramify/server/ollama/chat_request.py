@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ramify.server.answers.call_arguments import call_arguments
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
+from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.parts import (
     CallPart,
     Message,
@@ -35,10 +36,14 @@ def chat_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    return within_context(to_generation(read_chat(request, service), service, tenant), service)
+    return within_context(
+        to_generation(read_chat(request, service, tenant), service, tenant), service
+    )
 
 
-def read_chat(request: OllamaChatRequest, service: RequestService) -> Conversation:
+def read_chat(
+    request: OllamaChatRequest, service: RequestService, tenant: str = ""
+) -> Conversation:
     """What a chat request says.
 
     Raises:
@@ -46,7 +51,8 @@ def read_chat(request: OllamaChatRequest, service: RequestService) -> Conversati
     """
     options, messages = read_options(request, service), request.messages or []
     service.check_prompt_bytes(len(encode_json((messages, request.tools))), "messages")
-    tools = tuple(
+    prefix = prefix_of(service, tenant, request.prefix)
+    own_tools = tuple(
         ToolDefinition.of(f"tools[{index}]", function_fields(tool.function))
         for index, tool in enumerate(request.tools or ())
     )
@@ -55,7 +61,8 @@ def read_chat(request: OllamaChatRequest, service: RequestService) -> Conversati
         messages=tuple(
             _read_message(message, f"messages[{index}]") for index, message in enumerate(messages)
         ),
-        tools=tools,
+        tools=tools_with(prefix, own_tools),
+        prefix=prefix,
     )
 
 

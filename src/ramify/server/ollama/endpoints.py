@@ -37,7 +37,10 @@ RUNNING = "Ollama is running"  # the text that clients compare with
 FIELDS = UnsupportedFields(
     # No history is cut, and no context shifted: a prompt that is too long is refused.
     ignored=frozenset({"shift", "truncate"}),
-    refused={"_debug_render_only": Refused(hint="send the messages to /tokenize")},
+    refused={
+        "prefix": Refused(hint="send the request to /api/chat"),
+        "_debug_render_only": Refused(hint="send the messages to /tokenize"),
+    },
 )
 ZERO_DURATION = re.compile(r"[-+]?(0|((0{1,9}(\.0{0,9})?|\.0{1,9})(ns|us|µs|ms|s|m|h)){1,9})")
 UNMANAGED = (

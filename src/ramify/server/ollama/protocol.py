@@ -108,6 +108,7 @@ class OllamaChatRequest(AnswerRequest, kw_only=True):
     """POST /api/chat."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    prefix: Name | None = None  # that the messages follow; Ramify's
     tools: list[Tool] | None = None
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
+from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
@@ -46,10 +47,10 @@ def chat_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    return to_generation(read_chat(request, service), service, tenant)
+    return to_generation(read_chat(request, service, tenant), service, tenant)
 
 
-def read_chat(request: ChatRequest, service: RequestService) -> Conversation:
+def read_chat(request: ChatRequest, service: RequestService, tenant: str = "") -> Conversation:
     """What a chat completion request says.
 
     Raises:
@@ -64,13 +65,15 @@ def read_chat(request: ChatRequest, service: RequestService) -> Conversation:
         read_message(message, f"messages[{index}]", ttl_s)
         for index, message in enumerate(request.messages)
     )
-    tools = [
+    prefix = prefix_of(service, tenant, request.prefix)
+    own_tools = [
         ToolDefinition.of(f"tools[{index}]", function_fields(tool.function))
         for index, tool in enumerate(request.tools or ())
     ]
+    tools = tools_with(prefix, own_tools)
     if request.tool_choice not in (None, "auto", "none") and not tools:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-    return replace(read_options(request, tools, service), messages=messages)
+    return replace(read_options(request, tools, service), messages=messages, prefix=prefix)
 
 
 def read_options(

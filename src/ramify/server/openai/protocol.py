@@ -254,6 +254,7 @@ class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    prefix: Name | None = None  # that the messages follow
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | Literal[0, 1] | None = None
     top_logprobs: NumLogprobs | None = None

@@ -104,6 +104,7 @@ COMPLETION_FIELDS = UnsupportedFields(
         "instructions": _CHAT_ONLY,
         "max_output_tokens": _LENGTH,
         "messages": _CHAT_ONLY,
+        "prefix": _CHAT_ONLY,
         "system": _CHAT_ONLY,
         "tool_choice": Refused(("none", "auto"), hint="send the request to /v1/chat/completions"),
         "tools": _CHAT_ONLY,

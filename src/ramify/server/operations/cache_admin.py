@@ -248,6 +248,8 @@ async def explain(context: RequestContext) -> Response:
         "segments": [asdict(segment) for segment in prompt.segments],
         "miss": None if miss is None else miss.as_json(),
     }
+    if prompt.named is not None:
+        payload["prefix"] = prompt.named.as_json(num_cached)
     replicas = service.engine.replicas
     if replicas is not None:
         cached = await replicas.cached_tokens(prompt.ids, tenant, salt, READ_S)
@@ -311,7 +313,7 @@ def render_any_request(
         case GenerateRequest():
             return generate_to_generation(request, service, tenant).prompt
         case CountRequest():
-            conversation = read_count_request(request, service)
+            conversation = read_count_request(request, service, tenant)
             entry, _ = rendered(conversation, service, tenant)
             return entry.prompt
         case _:

@@ -13,6 +13,7 @@ from ramify.errors import ConfigError, ModelError, ReplicaLostError, RolloutErro
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import json_response
+from ramify.server.prefixes.pages import share_again
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ async def replace(context: RequestContext) -> Response:
         logger.error("the weights of %s are not in use: %s", request.model, error)
         is_refused = isinstance(error, ModelError | ConfigError)
         raise ApiError(400 if is_refused else 503, str(error), param="model") from error
+    await share_again(context.service)
     seconds = time.monotonic() - begin_s
     logger.info("the weights of %s are in use after %.1f s", request.model, seconds)
     return json_response({"model": request.model, "seconds": round(seconds, 3)})

@@ -57,10 +57,30 @@ class PromptSegment:
 
 @dataclass(frozen=True, slots=True)
 class CacheBreakpoint:
-    """The caller asks to pin the first `num_tokens` of the prompt for `ttl_s`."""
+    """The caller asks to pin the first `num_tokens` of the prompt for `ttl_s`; None: until it is unpinned."""
 
     num_tokens: int
-    ttl_s: float
+    ttl_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSpan:
+    """The named prefix that a prompt was made with.
+
+    Args:
+        num_tokens: of the prefix.
+        num_shared: of these, how many the prompt begins with: all, unless the request sets variables
+            that the chat template writes before them.
+    """
+
+    name: str
+    num_tokens: int
+    num_shared: int
+
+    def as_json(self, num_read: int) -> dict[str, Any]:
+        """For a client: name, length, and how many of its tokens `num_read` tokens of the prompt cover."""
+        num_covered = min(num_read, self.num_shared)
+        return {"name": self.name, "tokens": self.num_tokens, "read": num_covered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +111,7 @@ class RenderedPrompt:
     # or a prefill has begun of the answer.
     turn_opening: str = ""
     tools_behind_system: ToolsBehindSystem | None = None
+    named: NamedSpan | None = None
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""

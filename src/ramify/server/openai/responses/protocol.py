@@ -195,6 +195,7 @@ class PromptFields(Struct, kw_only=True):
     model: Name | None = None
     input: str | Items | None = None
     instructions: str | None = None
+    prefix: Name | None = None  # that the items follow; not OpenAI's
     previous_response_id: Name | None = None
     conversation: Name | ConversationReference | None = None
     tools: list[dict[str, Any]] | None = None

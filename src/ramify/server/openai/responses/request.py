@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from ramify.server.conversation.conversation import ToolDefinition
+from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.to_generation import to_generation
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
+from ramify.server.http.request_body import convert_value
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_request import read_options
 from ramify.server.openai.messages import function_fields, read_message
@@ -18,6 +20,7 @@ from ramify.server.openai.options import breakpoint_ttl_s
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
+    FunctionDefinition,
     is_given,
 )
 from ramify.server.openai.responses.input import ItemTranslator
@@ -27,7 +30,12 @@ from ramify.server.openai.responses.protocol import (
     TextOptions,
 )
 from ramify.server.openai.responses.store import EarlierTurns, Item, reference_id
-from ramify.server.openai.responses.tools import ServedTools, apply_tool_choice, served_tools
+from ramify.server.openai.responses.tools import (
+    CallForm,
+    ServedTools,
+    apply_tool_choice,
+    served_tools,
+)
 from ramify.server.openai.responses.truncation import num_prompt_tokens, render_truncated
 from ramify.server.service import RequestService
 
@@ -138,18 +146,23 @@ def response_to_generation(
     messages, names = translator.finish()
     if not messages:
         raise ApiError(400, "there is nothing to answer", param="input")
+    prefix = prefix_of(service, tenant, request.prefix)
     tools = served_tools([("tools", request.tools or []), *translator.tools])
+    if prefix is not None and not tools.functions:
+        for tool in prefix.tools:
+            form = CallForm("function", tool.name)
+            tools.add(form, convert_value(tool.function, FunctionDefinition), tool.path)
     tool_choice, tools = apply_tool_choice(request.tool_choice, tools)
     warnings = translator.warnings + tools.warnings
     if request.context_management:
         warnings.append("context_management is ignored; use /v1/responses/compact")
     chat = _chat_options(request, tool_choice)
-    definitions = [
-        ToolDefinition.of(tools.paths[tool.function.name], function_fields(tool.function))
-        for tool in tools.functions
+    own_tools = [
+        ToolDefinition.of(tools.paths[function.function.name], function_fields(function.function))
+        for function in tools.functions
     ]
-    options = read_options(chat, definitions, service, "text.format")
-    options = replace(options, known=earlier.known)
+    options = read_options(chat, tools_with(prefix, own_tools), service, "text.format")
+    options = replace(options, known=earlier.known, prefix=prefix)
     if tools.allowed is not None:
         options = replace(options, allowed_tools=tools.allowed)
 

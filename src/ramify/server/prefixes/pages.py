@@ -1,0 +1,129 @@
+"""Pages of named prefixes: computed and pinned at every engine, unpinned again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt, WarmupResult
+from ramify.errors import ConfigError, PinError, RamifyError
+from ramify.server.conversation.conversation import NamedPrefix
+from ramify.server.errors import ApiError
+from ramify.server.service import RequestService
+from ramify.server.tenants import Caller
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1
+
+
+async def compute(prefix: NamedPrefix, service: RequestService, caller: Caller) -> None:
+    """Compute a prefix at every engine, and pin its whole pages; counts for the tenant's quota.
+
+    Raises:
+        ApiError: 409, it cannot be pinned, and nothing of it is; 429, the quota is used up; 503, it
+            cannot be computed now.
+    """
+    num_whole = len(_whole_pages(prefix, service))
+    if not num_whole or not service.prefix_cache:
+        return
+    service.quotas.acquire(caller, num_whole)
+    num_computed = 0
+    try:
+        if prefix.is_public:
+            result = await _share(prefix, service)
+        else:
+            result = await _warm(prefix, service, caller)
+        num_computed = result.computed_tokens
+    finally:
+        service.quotas.release(caller, num_whole, num_computed)
+    if result.num_failed:
+        raise ApiError(
+            503,
+            f"the prefix could not be computed: {result.errors[0]}",
+            code="not_computed",
+            retry_after_s=RETRY_S,
+        )
+    [num_pinned] = await pinned_tokens([prefix], service, caller.tenant)
+    if num_pinned < num_whole:
+        await unpin(prefix, service, caller.tenant)
+        raise ApiError(
+            409,
+            f"the {num_whole} tokens of the prefix {prefix.name!r} cannot be pinned beside what is pinned "
+            f"already: the pool has {service.engine.config.kv_cache_tokens} tokens, of which pins may hold "
+            "a part; delete a prefix, shorten this one, or start the server with a larger pool "
+            "(--kv-cache-tokens) or share (max_pinned_share)",
+            param="name",
+            code="not_pinned",
+        )
+
+
+async def _warm(prefix: NamedPrefix, service: RequestService, caller: Caller) -> WarmupResult:
+    ids, tenant, cache = _whole_pages(prefix, service), caller.tenant, service.engine.cache
+    # A pin that a request has made there may end sooner.
+    await cache.unpin_prefix(ids, owner=tenant)
+    retention = ((len(ids), prefix.ttl_s),)
+    prompt = WarmPrompt(
+        ids, tenant=tenant, retention=retention, pin_share=service.pin_share(caller)
+    )
+    try:
+        return await cache.warm([prompt])
+    except BaseException:
+        await cache.unpin_prefix(ids, owner=tenant)
+        raise
+
+
+async def _share(prefix: NamedPrefix, service: RequestService) -> WarmupResult:
+    try:
+        return await service.engine.cache.share([WarmPrompt(_whole_pages(prefix, service))])
+    except (ConfigError, PinError) as error:
+        raise ApiError(409, str(error), param="name", code="not_pinned") from error
+
+
+async def share_again(service: RequestService) -> None:
+    """Compute and pin all public prefixes again, after the weights were replaced.
+
+    Those of tenants are by the next requests with them.
+    """
+    for prefix in service.public_prefixes.of(""):
+        if isinstance(prefix, NamedPrefix):
+            try:
+                await _share(prefix, service)
+            except RamifyError as error:
+                logger.warning("the public prefix %s is not pinned: %s", prefix.name, error)
+
+
+async def unpin(prefix: NamedPrefix, service: RequestService, tenant: str) -> None:
+    """End the pins of a prefix, unless another name of the tenant has the same pages."""
+    owner, names = tenant, service.prefixes.of(tenant)
+    if prefix.is_public:
+        owner, names = PUBLIC, service.public_prefixes.of("")
+    ids = _whole_pages(prefix, service)
+    is_shared = any(
+        isinstance(other, NamedPrefix)
+        and other.name != prefix.name
+        and _whole_pages(other, service) == ids
+        for other in names
+    )
+    if ids and not is_shared:
+        await service.engine.cache.unpin_prefix(ids, owner=owner)
+
+
+async def pinned_tokens(
+    prefixes: Sequence[NamedPrefix], service: RequestService, tenant: str
+) -> list[int]:
+    """Tokens of each prefix that are pinned now, at the engine where most are."""
+    owners = {PUBLIC if prefix.is_public else tenant for prefix in prefixes}
+    pins = {owner: await service.engine.cache.pins(owner) for owner in owners}
+    keys = {owner: [pin.key.tokens() for pin in own] for owner, own in pins.items()}
+
+    def longest(prefix: NamedPrefix) -> int:
+        own = keys[PUBLIC if prefix.is_public else tenant]
+        return max((len(key) for key in own if prefix.ids[: len(key)] == key), default=0)
+
+    return [longest(prefix) for prefix in prefixes]
+
+
+def _whole_pages(prefix: NamedPrefix, service: RequestService) -> list[int]:
+    """The tokens of a prefix that can be cached."""
+    return prefix.ids[: len(prefix.ids) // service.page_size * service.page_size].tolist()

@@ -1,0 +1,61 @@
+"""A named prefix over several engines: computed and pinned at each, also at one that joins later."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ramify.cluster.client import ClusterLLM
+from ramify.cluster.replica import Replica
+from tests.pure.cluster_bench import run, until
+from tests.pure.prefix_requests import CHAT, PATH, QUESTION, SYSTEM, body, cache_of, define
+from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
+from tests.pure.test_cluster_server import ClusterServer
+
+pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[cluster])")
+
+
+async def pinned(*benches: ServerBench) -> list[int]:
+    """Tokens that each engine has pinned."""
+    pins = [await bench.llm.cache.pins() for bench in benches]
+    return [sum(len(pin.key) for pin in each) for each in pins]
+
+
+@asynccontextmanager
+async def joined(client: ClusterLLM, name: str) -> AsyncIterator[ServerBench]:
+    """A further engine that has joined."""
+    bench = ServerBench(chat_template=TOOL_TEMPLATE)
+    replica = Replica(bench.llm)
+    try:
+        client.add(name, f"127.0.0.1:{await replica.start()}")
+        await until(lambda: name in client.dispatch.replicas)
+        await until(lambda: client.dispatch.replicas[name].is_ready)
+        yield bench
+        client.remove(name)
+    finally:
+        await replica.close()
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+def test_every_engine_pins_a_prefix_until_it_is_deleted(is_public: bool) -> None:
+    """Those that are there, and one that joins later; nothing is remembered for those that join then."""
+
+    async def main() -> None:
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        async with bench.serving() as client:
+            defined = await define(bench, system=SYSTEM, public=is_public)
+            whole = defined.json["pinned_tokens"]
+            assert whole == defined.json["tokens"] // 16 * 16
+            assert await pinned(bench, bench.other) == [whole, whole]
+            used = await bench.post(CHAT, body(CHAT, QUESTION, prefix="desk"))
+            assert cache_of(used)["prefix"]["read"] >= whole
+            async with joined(client, "late") as late:
+                while await pinned(late) != [whole]:  # noqa: ASYNC110 - polls the engine
+                    await asyncio.sleep(0.01)
+                await bench.call("DELETE", f"{PATH}/desk")
+                assert await pinned(bench, bench.other, late) == [0, 0, 0]
+            assert not client._warm_up._prompts
+            assert not client._warm_up._public
+
+    run(main())
