@@ -110,6 +110,7 @@ class ServerBench:
         sampling_defaults: SamplingDefaults | None = None,
         wrapper: str | None = None,
         tools_first: bool = False,
+        prompt_rules: Sequence[str] = (),
         **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
@@ -146,6 +147,7 @@ class ServerBench:
             wrapper=wrapper,
             embedding_size=FAKE_EMBEDDING_SIZE,
             tools_first=tools_first,
+            prompt_rules=prompt_rules,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)

@@ -47,7 +47,7 @@ CHANGES: dict[CauseName, str] = {
     CauseName.CLOCK: move_value(ValueKind.CLOCK),
     CauseName.RANDOM_ID: move_value(ValueKind.ID),
     CauseName.PATH_OR_STATE: move_value(ValueKind.STATE),
-    CauseName.BILLING_HEADER: "Switch the client's billing header off, or strip the line in the gateway.",
+    CauseName.BILLING_HEADER: "Switch the client's billing header off, or strip the line in the gateway (`ramify serve --prompt-rules billing-header`).",
     CauseName.TOOL_ORDER: "Sort the tools by name before sending.",
     CauseName.TOOL_CHANGED: "Keep the tools of a conversation; add late tools at the end, or defer them.",
     CauseName.KEY_ORDER: "Serialise JSON with sorted keys.",

@@ -115,6 +115,14 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = False,
+    prompt_rules: Annotated[
+        str | None,
+        CacheOption(
+            metavar="NAME,...",
+            help="Move changing text of known clients out of the system prompt, by named rules "
+            "(docs/server.md, Prompt rules).",
+        ),
+    ] = None,
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
@@ -213,6 +221,7 @@ def serve(
         generation_config=generation_config,
         drops_forbidden_tools=drop_forbidden_tools,
         tools_first=tools_first,
+        prompt_rules=tuple((prompt_rules or "").split(",")),
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

@@ -18,6 +18,7 @@ from ramify.server.answers.route import route_json
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.stored_requests import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
+from ramify.server.prompts.prompt_rules import AppliedRule
 from ramify.server.prompts.renderer import NamedSpan, RenderedPrompt
 from ramify.server.tenants import Caller
 
@@ -63,6 +64,7 @@ class CacheUsage:
     resumed: bool = False  # a replica with another identity has gone on with the answer
     tiers: Mapping[str, int] = field(default_factory=dict)  # of `read`, by tier: host, disk
     named: NamedSpan | None = None  # the prefix that the request names
+    rules: tuple[AppliedRule, ...] = ()  # of prompt hygiene, that have changed the prompt
 
     @property
     def cached(self) -> int:
@@ -81,6 +83,8 @@ class CacheUsage:
             payload["read_by_tier"] = {"pool": self.read - sum(self.tiers.values()), **self.tiers}
         if self.named is not None:
             payload["prefix"] = self.named.as_json(self.read)
+        if self.rules:
+            payload["rules"] = [rule.as_json() for rule in self.rules]
         if self.pins_refused:
             payload["pins_refused"] = self.pins_refused
         if self.resumed:
@@ -222,6 +226,7 @@ class Generation:
             resumed=self.output is not None and self.output.resumed,
             tiers=report.tier_tokens,
             named=self.request.prompt.named,
+            rules=self.request.prompt.rules,
         )
 
 
@@ -284,4 +289,5 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         resumed=any(usage.resumed for usage in usages),
         tiers=dict(tiers),
         named=usages[0].named if len(usages) == 1 else None,
+        rules=usages[0].rules if len(usages) == 1 else (),
     )

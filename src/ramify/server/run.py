@@ -47,6 +47,7 @@ from ramify.server.operations.request_log import (
     trace_line,
 )
 from ramify.server.operations.stderr_writer import stderr_in_background
+from ramify.server.prompts.prompt_rules import rules_named
 from ramify.server.replicas import Replicas
 from ramify.server.service import ANY_NAME, RequestService
 from ramify.server.telemetry.options import OtlpOptions
@@ -82,6 +83,7 @@ class ServeOptions:
     generation_config: str = AUTO  # "auto", "none", or a directory that has the file
     drops_forbidden_tools: bool = False  # if `tool_choice` is none
     tools_first: bool = False  # before the system prompt, if the chat template can
+    prompt_rules: tuple[str, ...] = ()  # of prompt hygiene
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -201,6 +203,7 @@ class ServeInputs:
             ConfigError, CheckpointError: it cannot be read or opened.
         """
         keys, connections = options.keys(), options.connections()
+        rules_named(options.prompt_rules)
         if options.kv_events is not None:
             options.kv_events.check_free()
         # A model of the hub has its directory only once it is loaded.
@@ -280,6 +283,7 @@ async def make_server(
         wrapper=model.wrapper,
         drops_forbidden_tools=options.drops_forbidden_tools,
         tools_first=options.tools_first,
+        prompt_rules=options.prompt_rules,
     )
     if options.tools_first and not service.prompt_renderer.conventions.has_tools_first:
         logger.warning(

@@ -34,6 +34,7 @@ from ramify.server.live_requests import LiveRequests
 from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.model_dialects.events import CallStart, ReasoningDelta
 from ramify.server.model_dialects.output_format import named
+from ramify.server.prompts.prompt_rules import rules_named
 from ramify.server.prompts.renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_fields.unsupported_fields import UnknownFieldLog
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
@@ -62,6 +63,10 @@ class RequestService:
         drops_forbidden_tools: requests that forbid calls have no tools in their prompts. Else they
             share the prompts of requests that allow them.
         tools_first: prompts have tools before the system prompt, if the chat template can.
+        prompt_rules: rules of prompt hygiene, by name; see `prompts.prompt_rules`.
+
+    Raises:
+        ConfigError: there is no output format or prompt rule of a name.
     """
 
     def __init__(
@@ -79,12 +84,14 @@ class RequestService:
         wrapper: str | None = None,
         drops_forbidden_tools: bool = False,
         tools_first: bool = False,
+        prompt_rules: Sequence[str] = (),
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
         self.pooling = PoolingConfig() if pooling is None else pooling
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.embedding_size = embedding_size
+        self.prompt_rules = rules_named(prompt_rules)
         self.wrapper, self.drops_forbidden_tools = wrapper, drops_forbidden_tools
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases

@@ -17,6 +17,7 @@ from ramify.server.anthropic.protocol import (
 from ramify.server.anthropic.tools import ToolSet, tool_set
 from ramify.server.anthropic.turns import read_messages
 from ramify.server.conversation.conversation import CacheOptions, Conversation, NamedPrefix
+from ramify.server.conversation.moved_text import TakenText, left_out, without_taken
 from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.parts import Message, TextPart
 from ramify.server.conversation.to_generation import to_generation, within_context
@@ -25,6 +26,7 @@ from ramify.server.generation import GenerationRequest
 from ramify.server.grammars.constraint import CallChoice, schema_format
 from ramify.server.history.stored_requests import fingerprint
 from ramify.server.http.wire import encode_json
+from ramify.server.prompts.prompt_rules import BILLING
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS
 from ramify.server.request_fields.reasoning_options import (
     THINKING_TYPES,
@@ -32,10 +34,6 @@ from ramify.server.request_fields.reasoning_options import (
     unknown_thinking,
 )
 from ramify.server.service import RequestService
-
-# Some agents begin their system prompt with this line. It ends in a number that differs in every
-# request, so nothing after it would hit the cache.
-VOLATILE_SYSTEM = "x-anthropic-billing-header:"
 
 
 def messages_to_generation(
@@ -101,7 +99,8 @@ def read_count_request(
     texts = (request.messages, request.system, request.tools)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
     _check_num_breakpoints(request)
-    system, messages = _system_texts(request), read_messages(request.messages)
+    system, taken = _system(request)
+    messages = read_messages(request.messages)
     prefix = prefix_of(service, tenant, request.prefix)
     tools = _tool_set(request, service, prefix)
     warnings = tools.warnings()
@@ -115,7 +114,7 @@ def read_count_request(
     return Conversation(
         model=model,
         messages=messages,
-        system=Message("system", "system", system) if system else None,
+        system=system,
         prefix=prefix,
         joins_roles=True,
         continues_answer=None,
@@ -131,6 +130,7 @@ def read_count_request(
             "effort": fingerprint(reasoning.effort),
         },
         warnings=tuple(warnings),
+        applied=left_out(taken),
     )
 
 
@@ -173,14 +173,15 @@ def _check_num_breakpoints(request: CountRequest) -> None:
         )
 
 
-def _system_texts(request: CountRequest) -> tuple[TextPart, ...]:
-    """The system prompt, without the volatile line of some agents."""
+def _system(request: CountRequest) -> tuple[Message | None, list[TakenText]]:
+    """The system prompt without the billing header, which is not for the model: see `prompt_rules`."""
     texts = []
     for index, block in enumerate(blocks_of(request.system)):
         path = "system" if isinstance(request.system, str) else f"system[{index}]"
         if block.type != "text" or block.text is None:
             raise ApiError(400, "the system prompt is text", param=f"{path}.type")
-        if not block.text.startswith(VOLATILE_SYSTEM):
-            ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
-            texts.append(TextPart(path, (block.text,), ttl_s))
-    return tuple(texts)
+        ttl_s = None if block.cache_control is None else block.cache_control.ttl_s
+        texts.append(TextPart(path, (block.text,), ttl_s))
+    taken: list[TakenText] = []
+    system = without_taken(Message("system", "system", tuple(texts)), [BILLING], taken)
+    return system if any(isinstance(part, TextPart) for part in system.parts) else None, taken

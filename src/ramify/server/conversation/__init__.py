@@ -4,6 +4,7 @@ In reading order:
 
 - `parts`: a message as parts: text, media, reasoning, calls, results.
 - `conversation`: `Conversation`, the whole request.
+- `moved_text`: prompt rules, which take changing text out of the system prompt.
 - `named_prefix`: the conversation that a request with `prefix` stands for.
 - `to_generation`: from a `Conversation` to the `GenerationRequest` that the engine gets.
 

@@ -11,6 +11,7 @@ from ramify.engine.text.chat_template import with_parameters
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.conversation.parts import Message
 from ramify.server.grammars.constraint import CallChoice
+from ramify.server.prompts.prompt_rules import AppliedRule
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS, KnownPrefix, RenderedPrompt
 from ramify.server.request_fields.reasoning_options import ReasoningOptions
 
@@ -138,6 +139,7 @@ class Conversation:
         is_streamed: the client sees the answer while it is written.
         is_remembered: a later request may compare with this one.
         warnings: what was ignored or changed, for the client; media apart.
+        applied: prompt rules that have taken text out of the system prompt.
     """
 
     model: str
@@ -163,6 +165,7 @@ class Conversation:
     is_streamed: bool = False
     is_remembered: bool = True
     warnings: tuple[str, ...] = ()
+    applied: tuple[AppliedRule, ...] = ()
 
     @property
     def callable_tools(self) -> tuple[ToolDefinition, ...]:

@@ -14,6 +14,7 @@ from ramify.server.conversation.conversation import Conversation, NamedPrefix, T
 from ramify.server.conversation.parts import Message, Part, ResultPart
 from ramify.server.errors import ApiError
 from ramify.server.prompts.next_turns import common_prefix
+from ramify.server.prompts.prompt_rules import BILLING, take_out
 from ramify.server.prompts.renderer import CacheBreakpoint, NamedSpan, RenderedPrompt
 from ramify.server.service import RequestService
 
@@ -121,7 +122,9 @@ def _system_messages(system: Message | None, messages: Sequence[Message]) -> lis
 
 
 def _texts(messages: Sequence[Message]) -> list[str]:
-    return [message.text for message in messages if message.text]
+    """Their texts, without the line that differs in each request of a client."""
+    texts = (take_out(message.text, [BILLING])[0] for message in messages)
+    return [text for text in texts if text]
 
 
 def with_span(

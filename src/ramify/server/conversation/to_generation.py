@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
+from ramify.server.conversation.moved_text import apply_rules
 from ramify.server.conversation.named_prefix import with_prefix, with_span
 from ramify.server.conversation.parts import media_warnings
 from ramify.server.errors import ApiError
@@ -94,7 +95,7 @@ def rendered(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    conversation = with_prefix(conversation)
+    conversation = apply_rules(with_prefix(conversation), service.prompt_rules)
     warnings = media_warnings(conversation.messages, service.wrapper)
     warnings += conversation.warnings
     messages = conversation.messages
@@ -129,6 +130,7 @@ def rendered(
     prompt = prompt.with_turns([(message.path, message.role) for message in messages])
     if conversation.max_prompt_tokens is not None:
         prompt = prompt.last_tokens(conversation.max_prompt_tokens)
+    prompt = replace(prompt, rules=conversation.applied)
     prompt = with_span(conversation, conversation.cache.with_breakpoints(prompt), warnings)
     entry = HistoryEntry(
         model=conversation.model,

@@ -248,6 +248,8 @@ async def explain(context: RequestContext) -> Response:
         "segments": [asdict(segment) for segment in prompt.segments],
         "miss": None if miss is None else miss.as_json(),
     }
+    if prompt.rules:
+        payload["rules"] = [rule.as_json() for rule in prompt.rules]
     if prompt.named is not None:
         payload["prefix"] = prompt.named.as_json(num_cached)
     replicas = service.engine.replicas

@@ -24,6 +24,7 @@ from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.next_turns import CALL, PLACEHOLDER, RESULT, num_stable_chars
 from ramify.server.prompts.prompt_ends import PromptEnds
 from ramify.server.prompts.prompt_parts import PromptPart, locate_parts
+from ramify.server.prompts.prompt_rules import AppliedRule
 from ramify.server.prompts.template_conventions import WriteCalls
 from ramify.server.prompts.template_probes import NEEDLE, find_conventions
 
@@ -112,6 +113,7 @@ class RenderedPrompt:
     turn_opening: str = ""
     tools_behind_system: ToolsBehindSystem | None = None
     named: NamedSpan | None = None
+    rules: tuple[AppliedRule, ...] = ()  # that have taken text out of the system prompt
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
