@@ -27,8 +27,8 @@ INTRO = """\
 <!-- Written by scripts/options_table.py (make options). Edit the help in src/ramify/config.py instead. -->
 
 Engine options are keyword arguments of `LLM` and `AsyncLLM`, and flags of `ramify serve`, `chat` and
-`generate`. An option that does not exist is an error that lists those that do; for an option of vLLM,
-SGLang, transformers or llama.cpp it says what is used here in its place.
+`generate`. An unknown option is an error that lists the known ones. For an option of vLLM, SGLang, transformers or
+llama.cpp, the error says what to use instead.
 
 ```python
 llm = LLM("path/to/checkpoint", kv_cache_tokens=65_536, policy="lru")
@@ -38,8 +38,8 @@ llm = LLM("path/to/checkpoint", kv_cache_tokens=65_536, policy="lru")
 ramify serve path/to/checkpoint --kv-cache-tokens 65536 --policy lru
 ```
 
-`--config FILE` reads flags of these commands from a TOML file, engine options and others, flat or below
-the name of a section. A flag on the command line overrides the file.
+`--config FILE` reads the flags of these commands from a TOML file, at the top level or below the name of a section. A
+flag on the command line overrides the file.
 
 ```toml
 port = 8001
@@ -50,18 +50,18 @@ kv_cache_tokens = 65536
 policy = "lru"
 ```
 
-Threads: as many as torch takes, so `OMP_NUM_THREADS` sets them.
+`OMP_NUM_THREADS` sets the number of threads; without it, PyTorch's default holds.
 
-CPU kernels come from the first of these that has them:
+CPU kernels come from the first of these sources that has them:
 
-1. Object code in the wheel, for x86-64 with AVX2, AVX-512, or AVX-512 and bfloat16 dot products. It is used with
-   the versions of Numba, llvmlite and LLVM, the Python and the operating system that it was built with; with
-   others, a line says so. `pip install -c constraints.txt` takes those versions. `NUMBA_CPU_NAME` and
+1. Object code in the wheel, for x86-64 with AVX2, AVX-512, or AVX-512 and bfloat16 dot products. It needs the
+   versions of Numba, llvmlite and LLVM, the Python and the operating system that it was built with; with
+   others, a line of the log says so. `pip install -c constraints.txt` takes those versions. `NUMBA_CPU_NAME` and
    `NUMBA_CPU_FEATURES` turn it off.
 2. Numba's cache on disk (`NUMBA_CACHE_DIR`).
-3. The compiler: half a minute of processor time for the first dtype, less for each other. It says "compiling CPU
-   kernels, once for this machine: 1 of 3" on stderr, as warnings of the logger `ramify`; processes that
-   need the same kernel wait for the first, at most ten minutes. Where the cache is not writable, every process compiles anew.
+3. The compiler: half a minute of processor time for the first dtype, less for each further one. The logger `ramify`
+   warns on stderr: "compiling CPU kernels, once for this machine: 1 of 3". Processes that
+   need the same kernel wait for the first, at most ten minutes. If the cache is not writable, every process compiles anew.
 
 ## Names in other engines
 
