@@ -48,7 +48,6 @@ FENCE = re.compile(r"^ *(```|~~~)")
 # A list that GitHub shows: Python-Markdown wants an empty line before it, and four spaces for a nested item.
 ITEM = re.compile(r"- |\d+\. ")
 NESTED_ITEM = re.compile(r"^ {2,3}(?=- |\d+\. )")
-EMPTY_SECTION = re.compile(r"^  \{ \"[^\"]+\" = \[\n  \] \},\n", re.MULTILINE)
 
 
 class Staging:
@@ -84,21 +83,7 @@ class Staging:
                 source = ROOT / name
                 text = source.read_text(encoding="utf-8")
                 self._write_page(page, text, source, is_searched=page not in HISTORY)
-        self._write_config()
-
-    def _write_config(self) -> None:
-        """Leave out of the navigation what is not there."""
-        config = CONFIG.read_text(encoding="utf-8")
-        lines = []
-        for line in config.splitlines():
-            page = re.search(r'= "([\w/.-]+\.md)" \},$', line)
-            if page is None or (self.pages / page[1]).is_file():
-                lines.append(line)
-            else:
-                print(f"not there: {page[1]}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        text = EMPTY_SECTION.sub("", "\n".join(lines) + "\n")
-        (self.folder / "zensical.toml").write_text(text, encoding="utf-8")
+        shutil.copyfile(CONFIG, self.folder / CONFIG.name)
 
     def _write_page(self, page: str, text: str, source: Path, is_searched: bool = True) -> None:
         """Write a page whose links lead to the site; `source` is the file that they are relative to."""
