@@ -3,6 +3,7 @@
     make soak-engine                                    20,000 requests, about 20 minutes
     make soak-engine ARGS="--requests 600"              a first look
     make soak-engine ARGS="--cells chunks --seed 70 --requests 40"   one life again
+    RAMIFY_TEST_RUNNER=device-ahead make soak-engine    through the executor of a device, see tests/device_runner.py
 
 A life (`tests/cpu/engine_life.py`) is one engine that serves some dozens of requests: aborts,
 preemptions, several answers by fork, stop texts, penalties, drafts, and steps, copies, decoders and
@@ -55,7 +56,9 @@ def soak(name: str, requests: int, first_seed: int, folder: str) -> Outcome:
     import torch
 
     from tests.cpu.engine_life import CELLS, Life
+    from tests.device_runner import install
 
+    install()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)  # faults are what this is about
     begin, cell, counts = time.monotonic(), CELLS[name], Counter[str]()

@@ -24,10 +24,10 @@ from ramify.engine.core import EngineCore
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
-from ramify.engine.step import StepPlan, StepResult
+from ramify.engine.step import OverlappingExecutor
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
+from ramify.errors import StepFailedError, UnknownRequestError
 from ramify.kv.pool import KVPool
 from ramify.models.decoders.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
@@ -35,8 +35,8 @@ from ramify.models.loader import load_model
 from ramify.outputs import Completion, FinishReason, RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
-from tests.device_runner import step_executor
-from tests.pure.whole_steps import WholeSteps, run_step
+from tests.cpu.saboteurs import OverlappingSaboteur, Saboteur
+from tests.device_runner import chosen_runner, step_executor
 
 MAX_TOKENS = 160  # of a request, prompt and answers
 TINY: dict[str, Any] = {
@@ -172,92 +172,6 @@ class SmallModel:
         return self.references[prompt, params, seed]
 
 
-@dataclass
-class Saboteur(WholeSteps):
-    """An executor that injects faults into steps, copies, decoders and eviction observers."""
-
-    runner: ModelRunner
-    rng: random.Random
-    rate: float
-    done: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.inner = step_executor(self.runner)
-
-    def happens(self, rate: float, *kinds: str) -> str:
-        """Return a random fault of `kinds`, counted, with probability `rate`; else ""."""
-        if self.rng.random() >= rate:
-            return ""
-        kind = self.rng.choice(kinds)
-        self.done[kind] += 1
-        return kind
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        kind = self.happens(
-            self.rate,
-            "raise",
-            "raise late",
-            "memory",
-            "interrupt",
-            "interrupt late",
-            "taint",
-            "page",
-        )
-        if kind in ("raise", "interrupt", "memory"):
-            self._raise(kind, plan)
-        if kind == "page":
-            self._spoil_page()
-        result = run_step(self.inner, plan)
-        if kind.endswith("late"):
-            self._spoil(plan.batch.slot_mapping.tolist())
-            self._raise(kind.removesuffix(" late"), plan)
-        if kind == "taint":
-            index = self.rng.randrange(plan.batch.num_seqs)
-            bounds = plan.batch.cu_seqlens_q
-            self._spoil(plan.batch.slot_mapping[bounds[index] : bounds[index + 1]].tolist())
-            return self._tainted(plan, result, index)
-        return result
-
-    def _tainted(self, plan: StepPlan, result: StepResult, index: int) -> StepResult:
-        name = plan.request_ids[index]
-        result.sampled.pop(name, None)
-        return replace(result, failed={**result.failed, name: "tainted"})
-
-    def _raise(self, kind: str, plan: StepPlan) -> None:
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        if kind == "memory":
-            raise StepMemoryError(plan.batch.num_tokens, "sabotage")
-        raise RuntimeError("sabotage")
-
-    def _spoil_page(self) -> None:
-        """Write NaN into a random page, cached, in use or free."""
-        page = self.rng.randrange(self.runner.pool.num_pages)
-        size = self.runner.pool.page_size
-        self._spoil(range(page * size, (page + 1) * size))
-
-    def _spoil(self, slots: Sequence[int]) -> None:
-        pool, index = self.runner.pool, torch.tensor(list(slots))
-        for name, plane in pool.planes(self.rng.randrange(pool.layout.num_layers)).items():
-            if plane.dtype.is_floating_point and name != "v":
-                plane.flatten(0, 1)[index] = float("nan")
-
-    def zero_pages(self, pages: Sequence[int]) -> None:
-        self.inner.zero_pages(pages)
-
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        kind = self.happens(3 * self.rate, "raise in copy", "interrupt in copy")
-        if kind:
-            raise (RuntimeError("sabotage") if kind.startswith("raise") else KeyboardInterrupt)
-        self.inner.copy_pages(pairs)
-
-    def evicted(self, eviction: object) -> None:
-        """Raise inside `plan` at random, as an observer of evictions."""
-        kind = self.happens(self.rate / 4, "raise in plan", "interrupt in plan")
-        if kind:
-            raise (RuntimeError("sabotage") if kind.startswith("raise") else KeyboardInterrupt)
-
-
 class TornDecoder:
     """A detokenizer that is sometimes interrupted, before or after it took a token."""
 
@@ -354,7 +268,9 @@ class Life:
         self.model, self.cell = model, cell
         self.prompts = Prompts.of(random.Random(f"prompts {seed % 2}"))
         runner = model.runner(cell.pool_tokens // cell.page_size, cell.page_size)
-        self.saboteur = Saboteur(runner, self.rng, cell.faults)
+        overlaps = isinstance(step_executor(runner), OverlappingExecutor)
+        kind = OverlappingSaboteur if overlaps and chosen_runner() == "device-ahead" else Saboteur
+        self.saboteur = kind(runner, self.rng, cell.faults)
         self.guesser = Guesser(cell.share_right, self.rng) if cell.share_right else None
         self.core = build(model, cell, self.saboteur, self.guesser)
         self.requests: dict[int, Asked] = {}
@@ -468,3 +384,4 @@ class Life:
         self.counts["condemned"] += counts.evicted_suspect_pages
         self.counts["out of memory"] += counts.out_of_memory
         self.counts["faults"] += self.saboteur.done.total()
+        self.counts["ahead"] += core.pipeline.num_ahead

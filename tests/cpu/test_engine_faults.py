@@ -19,6 +19,7 @@ from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 from tests.cpu.engine_life import CELLS, Life, SmallModel
 from tests.cpu.tiny_models import WEIGHTS
+from tests.device_runner import chosen_runner
 
 STEM = list(range(3, 40))
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -228,6 +229,8 @@ def test_eb16_a_life_with_faults_changes_no_answer_and_leaves_nothing(
     counts = Life(MODELS[cell.kv_dtype, ops], cell, seed=1000).run(12)
 
     assert counts["requests"] == 12
+    if chosen_runner() == "device-ahead" and not cell.share_right:
+        assert counts["ahead"] > 0
 
 
 MODELS: dict[tuple[str, str], SmallModel] = {}
