@@ -1,7 +1,8 @@
 """Suites through the executor of a device: RAMIFY_TEST_RUNNER=device, or device-ahead, on this machine's CPU.
 
 Every engine that a test makes then computes as on a device that has torch's operations: `ops="torch"`
-where the test names none, and `DeviceExecutor` in place of `LocalExecutor`. With `device-ahead` decode
+where the test names none (quantised weights stay with the CPU's, which alone compute with them), and
+`DeviceExecutor` in place of `LocalExecutor`. With `device-ahead` decode
 steps are also begun before the step in front has ended. `tests/device_suites.toml` lists the suites, and
 what of them cannot run so, with the reason.
 """
