@@ -1,0 +1,184 @@
+"""FlashInfer's wrappers, by a stand-in that computes from the arguments it gets: parity, and the calls."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ramify import LLM, SamplingParams
+from ramify.attention.backends.eager import EagerBackend
+from ramify.attention.backends.flashinfer import (
+    NUM_STAGES,
+    FlashInferBackend,
+    reason_not_servable,
+    reason_too_old,
+)
+from ramify.testing import write_tiny_checkpoint
+from tests.cpu.attention_cases import CPU, batch_of, run, spec_of, step_of
+from tests.cpu.engine_cases import assert_idle
+from tests.cpu.recorded_flashinfer import SIGNATURES, RecordedFlashInfer
+from tests.cpu.test_device_executor import on_device
+
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, "scale": 0.125}
+KINDS: dict[str, dict[str, Any]] = {
+    "gqa": BF16,
+    "mqa, pages of 3": BF16 | {"num_heads": 5, "num_kv_heads": 1, "page_size": 3},
+    "window": BF16 | {"windows": (40,)},
+    "soft_cap": BF16 | {"soft_cap": 2.0},
+    "float8": BF16 | {"kv_dtype": torch.float8_e4m3fn},
+    "sinks": BF16 | {"sinks": True},
+    "sinks and window": BF16 | {"sinks": True, "windows": (9,)},
+    "float16": BF16 | {"dtype": torch.float16},
+}
+MIXED = [(0, 5), (37, 1), (130, 1), (63, 1), (60, 9)]
+DECODES = [(37, 1), (130, 1), (63, 1)]
+
+
+@pytest.fixture(autouse=True)
+def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ramify.attention.backends.flashinfer.WORKSPACE_BYTES", 16)
+
+
+@pytest.mark.parametrize("shares", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_the_reference(kind: str, shares: list[tuple[int, int]]) -> None:
+    """Prefills, chunks, drafts and decodes over the pages of the batch; padding rows are zeros."""
+    spec = spec_of(**KINDS[kind])
+    assert reason_not_servable(spec) is None
+    step, library = step_of(spec, shares), RecordedFlashInfer()
+    # The stand-in reads whole pages.
+    step.planes.update(
+        {name: x.nan_to_num() for name, x in step.planes.items() if x.dtype.itemsize > 1}
+    )
+
+    out = run(FlashInferBackend(spec, CPU, library=library), step, padding=3)
+
+    expected = run(EagerBackend(spec, CPU), step).double()
+    assert out.dtype == spec.dtype and not out[-3:].any()
+    error = (out[:-3].double() - expected).abs() / (1 + expected.abs())
+    assert float(error.max()) < 2e-2
+    name = "Attention" if spec.sinks else "Decode" if shares is DECODES else "Prefill"
+    assert [made.removeprefix("Batch").startswith(name) for made in library.calls.made] == [True]
+
+
+def test_every_window_has_a_wrapper_of_its_own() -> None:
+    """Layers of a window run on its wrapper, which is made once; a plan is of all of them."""
+    spec, library = spec_of(windows=(None, 9, None, 9), **BF16), RecordedFlashInfer()
+    backend, step = FlashInferBackend(spec, CPU, library=library), step_of(spec_of(**BF16), DECODES)
+    planes = {name: plane.nan_to_num() for name, plane in step.planes.items()}
+
+    plan = backend.plan(step.batch)
+    outs = [backend.run(plan, layer, step.q, planes) for layer in range(4)]
+
+    assert [planned["window_left"] for _, planned in library.calls.planned] == [-1, 8]
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
+    assert not torch.equal(outs[0], outs[1])
+
+
+def test_a_plan_does_not_overwrite_that_of_the_step_before() -> None:
+    """Two steps are in flight: the wrappers of the first still hold its plan when the second is planned."""
+    spec, library = spec_of(**BF16), RecordedFlashInfer()
+    backend = FlashInferBackend(spec, CPU, library=library)
+    step = step_of(spec, [(90, 1)], rows=[list(range(12))])
+    planes = {name: plane.nan_to_num() for name, plane in step.planes.items()}
+    batches = [batch_of(spec, [(cached, 1)], [list(range(12))]) for cached in (90, 40, 70)]
+    expected = [backend.run(backend.plan(batch), 0, step.q, planes) for batch in batches]
+
+    for first, second in ((0, 1), (1, 2)):
+        plans = [backend.plan(batches[first]), backend.plan(batches[second])]
+        outs = [backend.run(plan, 0, step.q, planes) for plan in plans]
+        assert torch.equal(outs[0], expected[first]) and torch.equal(outs[1], expected[second])
+    assert len(library.calls.made) == NUM_STAGES
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"exact": True}, "exact=True"),
+        ({"dtype": torch.float32}, "queries are in half precision"),
+        ({"kv_dtype": torch.int8}, "K/V are float8_e4m3fn or the half"),
+        ({"head_dim": 80}, "head_dim=80"),
+        ({"value_dim": 32}, "value_dim=32"),
+        ({"sparse": True}, "sparse"),
+        ({"kind": "mla", "num_kv_heads": 1}, "kind=mla"),
+        ({"sinks": True, "soft_cap": 3.0}, "attention sinks with soft_cap=3.0"),
+        ({"sinks": True, "kv_dtype": torch.float8_e4m3fn}, "attention sinks with"),
+    ],
+)
+def test_what_it_cannot_compute_has_a_reason(changes: dict[str, Any], words: str) -> None:
+    """The reason names the value."""
+    reason = reason_not_servable(spec_of(**(BF16 | changes)))
+
+    assert reason is not None and words in reason
+
+
+def test_what_an_old_package_lacks_has_a_reason() -> None:
+    """Float8 needs a parameter of `plan`, sinks a wrapper."""
+    library: Any = RecordedFlashInfer()
+    float8, sinks = spec_of(**KINDS["float8"]), spec_of(**KINDS["sinks"])
+    assert reason_too_old(float8, library) is reason_too_old(sinks, library) is None
+
+    class Old:
+        class BatchPrefillWithPagedKVCacheWrapper:
+            def plan(self, qo_indptr: Any, causal: bool) -> None: ...
+
+    assert "reads no scales of tokens" in str(reason_too_old(float8, Old))
+    assert "no wrapper for them" in str(reason_too_old(sinks, Old))
+    assert reason_too_old(spec_of(**BF16), Old) is None
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_engine_answers_as_on_the_cpu(kv_dtype: str, tmp_path: Path) -> None:
+    """Through the executor of a device, cold and warm, with steps begun ahead."""
+    path = write_tiny_checkpoint(
+        tmp_path, "qwen3", num_hidden_layers=2, hidden_size=128, head_dim=64
+    )
+    options: dict[str, Any] = {
+        "kv_cache_tokens": 256, "page_size": 4, "exact": False, "dtype": "bfloat16",
+        "kv_dtype": kv_dtype, "ops": "torch", "attention_backend": "eager",
+    }  # fmt: skip
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (6, 9)]
+    prompts = [[*range(3, 24)], [*range(3, 20), 40, 41]]
+    expected = LLM(path, **options).generate(prompts, params)
+    llm, library = on_device(LLM(path, **options)), RecordedFlashInfer()
+    llm.engine.runner.backend = FlashInferBackend(llm.engine.attention_spec, CPU, library=library)
+
+    for _ in ("cold", "warm"):
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+
+    assert {name.split("With")[0] for name in library.calls.made} == {"BatchPrefill", "BatchDecode"}
+    assert library.calls.num_runs == 2 * len(library.calls.planned)
+    assert llm.engine.core.pipeline.num_ahead > 5
+    assert_idle(llm)
+
+
+def test_parameters_are_those_of_the_installed_package() -> None:
+    """Names and order of what the stand-in takes, read from the package's source."""
+    spec = find_spec("flashinfer")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("flashinfer is not installed")
+    folder = Path(spec.submodule_search_locations[0])
+    files = {
+        "BatchPrefillWithPagedKVCacheWrapper": folder / "prefill.py",
+        "BatchDecodeWithPagedKVCacheWrapper": folder / "decode.py",
+        "BatchAttentionWithAttentionSinkWrapper": folder / "attention" / "_core.py",
+    }
+    for name, methods in SIGNATURES.items():
+        tree = ast.parse(files[name].read_text(encoding="utf-8"))
+        [wrapper] = [
+            node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+        ]
+        for method, parameters in methods.items():
+            *_, definition = [
+                node
+                for node in wrapper.body
+                if isinstance(node, ast.FunctionDef) and node.name == method
+            ]
+            names = [
+                argument.arg for argument in (*definition.args.args, *definition.args.kwonlyargs)
+            ]
+            assert [name for name in names if name in parameters] == [*parameters], (name, method)
