@@ -145,8 +145,9 @@ class AttentionSection:
 
     attention_backend: str = option(
         "auto",
-        "Attention backend by name. `auto`: the first that supports the model; `ramify "
-        "info` lists all, with reasons.",
+        "Attention backend by name. `auto`: the first that supports the model, on CUDA the faster of `triton` and "
+        "`flashinfer` where that is installed and `exact=False`, timed at the first start; `ramify info` lists all, "
+        "with reasons.",
     )
     # an answer that a cache hit can change is not worth having on CPU
     exact: bool = option(

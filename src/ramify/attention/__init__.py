@@ -6,7 +6,8 @@ Public names resolve on first use: importing this package loads no torch. `model
 1. `sequence`, `planner` with `branching` and `repair`, `page_demand`, `partial_reuse`,
    `window_release`: requests → pages, through the prefix cache (no torch).
 2. `batch`, `batch_reuse`: the metadata of a step, `AttentionBatch` (no torch).
-3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection.
+3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection;
+   `backend_timing`: the faster of two.
 4. `backends/`: an implementation per file; `gather` is what several of them share, `inputs` validates
    what they get.
 5. `mla`, `sparse_index`: DeepSeek's latent attention and its index of keys, over any backend;

@@ -9,6 +9,7 @@ nor another backend. A helper, `*_partition` (no torch) or `*_matmul`, is of the
 - `cpu`, `cpu_partition`: compiled CPU kernels, exact. What `auto` takes on CPU with Numba.
 - `blocked`, `blocked_matmul`: exact attention on CPU with torch alone.
 - `sdpa`, `flex`: torch's scaled_dot_product_attention and flex_attention, not exact.
-- `triton`, `triton_partition`: Triton kernels on CUDA, exact or not. `auto` on CUDA.
+- `triton`, `triton_partition`: Triton kernels on CUDA, exact or not. `auto` on CUDA, unless `flashinfer`
+  is installed and faster.
 - `varlen`, `flashinfer`: flash attention of torch and of FlashInfer on CUDA, not exact.
 """

@@ -7,7 +7,10 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+import torch
+
 from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
+from ramify.attention.backend_timing import faster_choice
 from ramify.attention.device_probe import batch_variant_requests, batch_variant_scores
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
@@ -121,12 +124,7 @@ class LocalEngine:
                 f"activations={requested.model.activations!r} is written for ops='cpu', and this engine "
                 f"computes with ops={self.ops_choice.name!r}; leave it out"
             )
-        self.backend_choice: BackendChoice = select_backend(
-            requested.attention.attention_backend,
-            self.attention_spec,
-            device,
-            last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
-        )
+        self.backend_choice: BackendChoice = self._select_attention(requested)
         self.attention: PagedBackend = build_attention(
             rank_model, self.attention_spec, self.backend_choice.backend, device
         )
@@ -314,6 +312,22 @@ class LocalEngine:
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
+
+    def _select_attention(self, requested: EngineConfig) -> BackendChoice:
+        """The backend that is asked for, or that of "auto": on CUDA the faster of those that are installed."""
+        device, name = self.device_choice.device, requested.attention.attention_backend
+        choice = select_backend(
+            name,
+            self.attention_spec,
+            device,
+            last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
+        )
+        # Graphs are captured over Triton's plans.
+        if name == "auto" and device.type == "cuda" and not requested.model.decode_graphs:
+            with current(device):
+                choice = faster_choice(choice, self.attention_spec, device)
+            torch.cuda.empty_cache()  # the pages that were timed
+        return choice
 
     def _check_exact(self) -> None:
         """Refuse `exact=True` on a device that cannot have it, or where attention does not pass its probe."""
