@@ -24,6 +24,8 @@ from ramify.engine.core import EngineCore
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
+from ramify.server.batches.directory import BatchDirectory
+from ramify.server.batches.store import BatchStore
 from ramify.server.http.connection_limit import ConnectionLimit
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.service import RequestService
@@ -135,12 +137,18 @@ def live(
     protocol: type[TimeoutProtocol] = TimeoutProtocol,
     connections: ConnectionLimit | None = None,
     otlp: OtlpOptions | None = None,
+    batch_dir: Path | None = None,
+    batch_bytes: int = 1 << 30,
     **options: Any,
 ) -> Iterator[Live]:
     """Start a server; it listens until the end of the block."""
     llm, gate = fake_engine(**options)
     service = RequestService(llm, TOKENIZER, model=model)
-    server = Server(service, keys, local_admin=local_admin, otlp=otlp)
+    store = None
+    if batch_dir is not None:
+        directory = BatchDirectory(batch_dir)
+        store = BatchStore(directory, max_bytes=batch_bytes, max_tenant_bytes=batch_bytes)
+    server = Server(service, keys, local_admin=local_admin, otlp=otlp, batch_store=store)
     started: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
     def on_listening(url: str) -> str:
@@ -175,6 +183,8 @@ def live(
         thread.join(LIMIT_S)
         llm._engine_thread.stop()
         llm._engine_thread.join(LIMIT_S)
+        if store is not None:
+            store.directory.close()
     assert not thread.is_alive()
 
 

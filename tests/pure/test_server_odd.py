@@ -112,7 +112,7 @@ def test_who_goes_away_pays_for_what_was_computed() -> None:
             assert generation.output is None
             assert use is not None
             num_computed = use.computed + generation.num_output
-            assert service.quotas._usage["ann"].used == pytest.approx(num_computed, abs=10)
+            assert service.quotas._usage["ann", False].used == pytest.approx(num_computed, abs=10)
 
     run(main())
 

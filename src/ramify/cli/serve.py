@@ -191,6 +191,20 @@ def serve(
             "idle. Default: the descriptors of the process (`ulimit -n`) less 128.",
         ),
     ] = None,
+    batch_dir: Annotated[
+        Path | None,
+        OperationsOption(
+            help="Directory of /v1/files and batches, which a restart goes on with; without it they "
+            "are off."
+        ),
+    ] = None,
+    batch_disk: Annotated[
+        str,
+        OperationsOption(
+            help="Most disk space of --batch-dir, in bytes or as 50GB, 512MiB; with several tenants, "
+            "each gets at most half."
+        ),
+    ] = "10GB",
     max_connections_per_address: Annotated[
         int | None,
         OperationsOption(
@@ -235,6 +249,8 @@ def serve(
         log_json=log_format is LogFormat.json,
         log_file=log_file,
         drain_s=drain_seconds,
+        batch_dir=batch_dir,
+        batch_disk=batch_disk,
         max_connections=max_connections,
         max_connections_per_address=max_connections_per_address,
     )

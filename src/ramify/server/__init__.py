@@ -14,6 +14,7 @@ events, answers and cache usage) → `*_response` (JSON, server-sent events or l
 - `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
 - `http`: wire format and uvicorn. `operations`: cache administration, metrics, loads, logs.
 - `telemetry`: traces and metrics for an OpenTelemetry collector.
+- `batches`: files and batches, whose lines go through the same handlers.
 - `replicas`: what a cluster shows of its engines. `kv_events`: what is cached, for other people's routers.
 - `run`: all of it put together for `ramify serve`.
 """

@@ -20,7 +20,13 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from ramify.library_panics import panics_as_errors
+from ramify.outputs import FinishReason
 from ramify.server.anthropic.protocol import VERSION_HEADER
+from ramify.server.batches.batches import Batches
+from ramify.server.batches.lines import LineAnswer
+from ramify.server.batches.runner import BatchRunner
+from ramify.server.batches.slots import LineSlots
+from ramify.server.batches.store import BatchStore
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, ContextLengthError, as_api_error
 from ramify.server.health import Readiness
@@ -36,6 +42,8 @@ from ramify.server.http.wire import (
     error_response,
     request_id,
 )
+from ramify.server.internal_calls import internal_request
+from ramify.server.operations.batch_metrics import watch_batches
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
@@ -47,6 +55,8 @@ from ramify.server.telemetry.request_spans import EndedRequest
 from ramify.server.telemetry.server_telemetry import ServerTelemetry
 from ramify.server.tenants import ApiKeys, Caller, Quota
 
+# The endpoints that lines of batches are sent to.
+_POSTS = {endpoint.path: endpoint for endpoint in ENDPOINTS if endpoint.method == "POST"}
 EXPOSED_HEADERS = ("X-Request-Id", "X-Cache", "X-Ramify-Warning", "Retry-After")
 CORS_MAX_AGE_S = 600
 
@@ -61,6 +71,7 @@ class Server:
         allowed_origins: origins of other sites whose pages may call and read answers. Without keys
             no other page may call; with keys it may, if it knows one, but not read.
         otlp: where traces and metrics are sent; None: nowhere.
+        batch_store: files and batches; None: there are none.
     """
 
     def __init__(
@@ -72,6 +83,7 @@ class Server:
         allowed_hosts: Collection[str] | None = None,
         allowed_origins: Collection[str] = (),
         otlp: OtlpOptions | None = None,
+        batch_store: BatchStore | None = None,
     ) -> None:
         self.service, self.keys = service, keys
         self.allowed_origins = tuple(map(origin_name, allowed_origins))
@@ -109,6 +121,8 @@ class Server:
         self.ping_s = PING_S
         self.bodies = BodyBudget()
         self._prompt_workers = PromptWorkers()
+        self.batches = None if batch_store is None else self._batches(batch_store)
+        watch_batches(self.metrics, self.batches)
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
         """The ASGI application.
@@ -132,19 +146,24 @@ class Server:
             lifespan=lifespan or self._lifespan,
         )
         app.router.redirect_slashes = False  # redirects would go to whatever Host says
+        app.state.batches = self.batches
         return app
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Ready while the application runs; load monitor and telemetry run meanwhile."""
+        """Ready while the application runs; load monitor, telemetry and batches run meanwhile."""
         tasks = [asyncio.create_task(LoadMonitor(self.service, self.metrics).run())]
         if self.telemetry is not None:
             tasks.append(asyncio.create_task(self.telemetry.run()))
         self.health.is_ready = True
+        if self.batches is not None:
+            self.batches.runner.start()
         try:
             yield
         finally:
             self.health.is_ready = False
+            if self.batches is not None:
+                await self.batches.runner.aclose()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -215,6 +234,66 @@ class Server:
             self.health,
             self._prompt_workers,
             self.bodies,
+        )
+
+    # -- batches -----------------------------------------------------------------------------
+
+    def _batches(self, store: BatchStore) -> Batches:
+        service = self.service
+        slots = LineSlots(
+            service.live,
+            self._num_rows,
+            lambda: self.health.is_ready and not self.health.is_draining,
+        )
+        runner = BatchRunner(
+            store,
+            slots,
+            self.answer_line,
+            caller_of=self._background_caller,
+            check_model=service.check_model,
+            tools_first=service.prompt_renderer.conventions.has_tools_first,
+        )
+        return Batches(store, runner)
+
+    def _num_rows(self) -> int:
+        """Rows of the engine's batch, of all replicas that are ready."""
+        engine = self.service.engine
+        states = [] if engine.replicas is None else engine.replicas.states()
+        return engine.config.max_num_seqs * max(1, sum(each.state == "ready" for each in states))
+
+    def _background_caller(self, tenant: str) -> Caller | None:
+        """The caller of a batch's lines; None: its tenant has no key any more."""
+        if self.keys is not None:
+            caller = self.keys.caller_of(tenant)
+        else:
+            caller = self.anonymous if tenant == self.anonymous.tenant else None
+        return None if caller is None else replace(caller, is_background=True)
+
+    async def answer_line(self, path: str, body: bytes, caller: Caller) -> LineAnswer:
+        """The answer to a line of a batch: what the endpoint at `path` answers to this body."""
+        endpoint = _POSTS[path]
+        request = internal_request(path, body)
+        dialect = endpoint.dialect_of(request)
+        headers = _id_headers(request, dialect)
+        context = replace(self._context(request, headers), caller=caller)
+        try:
+            with panics_as_errors("a library"):
+                response: Response = await endpoint.handler(context)
+        except Exception as error:  # noqa: BLE001 - every failure has a response
+            response = _rejection(error, endpoint, headers, dialect)
+        finally:
+            await context.close()
+        outputs = [generation.output for generation in context.generations]
+        retry_after = response.headers.get("retry-after")
+        return LineAnswer(
+            response.status_code,
+            headers["x-request-id"],
+            bytes(response.body),
+            retry_after_s=None if retry_after is None else float(retry_after),
+            is_aborted=any(
+                output is not None and output.finish_reason is FinishReason.ABORT
+                for output in outputs
+            ),
         )
 
     def caller(self, request: Request) -> Caller:

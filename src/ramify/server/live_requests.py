@@ -21,6 +21,8 @@ class LiveRequest:
     num_prompt: int
     max_tokens: int | None  # of its answer
     arrival_s: float
+    num_answers: int = 1
+    is_background: bool = False  # a line of a batch
     generation: Generation | None = None  # since its first token
 
     def as_json(self, now_s: float) -> dict[str, Any]:
@@ -57,40 +59,70 @@ class LiveRequests:
         self._numbers = count()
         self._num_live = Counter[str | None]()  # by tenant; None: all
         self._num_running = Counter[str | None]()  # those with a token
+        # Of requests that somebody waits for: those without a token, and answers of all.
+        self.num_foreground_waiting = self.num_foreground_answers = 0
+        self.on_change: Callable[[], None] = lambda: None
 
-    def arrive(self, tenant: str, *, num_prompt: int, max_tokens: int | None) -> LiveRequest:
-        """Count a request; `withdraw`, or `begin` and `end`, must follow."""
+    def arrive(
+        self,
+        tenant: str,
+        *,
+        num_prompt: int,
+        max_tokens: int | None,
+        num_answers: int = 1,
+        is_background: bool = False,
+    ) -> LiveRequest:
+        """Count a request; `withdraw`, or `begin` and `end`, must follow.
+
+        Args:
+            num_answers: that it computes at once.
+            is_background: nobody waits for it.
+        """
         number = next(self._numbers)
-        request = LiveRequest(number, tenant, num_prompt, max_tokens, self._clock())
+        request = LiveRequest(
+            number, tenant, num_prompt, max_tokens, self._clock(), num_answers, is_background
+        )
         self._requests[number] = request
         self._count(self._num_live, tenant, 1)
+        self._count_foreground(request, waiting=1, answers=num_answers)
         return request
 
     def withdraw(self, request: LiveRequest) -> None:
         """A request was refused, or its client left before its first token."""
         if self._requests.pop(request.number, None) is not None:
             self._count(self._num_live, request.tenant, -1)
+            self._count_foreground(request, waiting=-1, answers=-request.num_answers)
 
     def begin(self, request: LiveRequest, generation: Generation) -> float:
         """A request has its first token; returns the seconds since it arrived."""
         request.generation = generation
         self._begun[generation.id] = request.number
         self._count(self._num_running, request.tenant, 1)
+        self._count_foreground(request, waiting=-1)
         return self._clock() - request.arrival_s
 
     def end(self, generation: Generation) -> None:
         """A request that had begun has ended. Idempotent."""
         number = self._begun.pop(generation.id, None)
         if number is not None:
-            tenant = self._requests.pop(number).tenant
-            self._count(self._num_live, tenant, -1)
-            self._count(self._num_running, tenant, -1)
+            request = self._requests.pop(number)
+            self._count(self._num_live, request.tenant, -1)
+            self._count(self._num_running, request.tenant, -1)
+            self._count_foreground(request, answers=-request.num_answers)
 
     def _count(self, counts: Counter[str | None], tenant: str, by: int) -> None:
         for each in (tenant, None):
             counts[each] += by
             if not counts[each]:
                 del counts[each]
+
+    def _count_foreground(
+        self, request: LiveRequest, *, waiting: int = 0, answers: int = 0
+    ) -> None:
+        if not request.is_background:
+            self.num_foreground_waiting += waiting
+            self.num_foreground_answers += answers
+            self.on_change()
 
     def num_running(self, tenant: str | None) -> int:
         """How many of a tenant, or, with None, of all, have a token."""

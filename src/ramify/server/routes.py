@@ -19,6 +19,10 @@ from ramify import __version__
 from ramify.server import model_list, sessions
 from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, MessageRequest
+from ramify.server.batches import anthropic_endpoints as message_batches
+from ramify.server.batches import endpoints as batches
+from ramify.server.batches import file_endpoints as files
+from ramify.server.batches.protocol import BatchRequest, MessageBatchRequest
 from ramify.server.context import RequestContext
 from ramify.server.http.wire import EVENT_STREAM, NDJSON, Dialect, json_response
 from ramify.server.ollama import embed as ollama_embed
@@ -59,6 +63,7 @@ from ramify.server.prefixes.definition import PrefixRequest
 
 Handler = Callable[[RequestContext], Awaitable[Response]]
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
+JSONL = files.JSONL
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +167,23 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/conversations/{name}/items", "POST", conversations.create_items, "Append items.", ConversationItemsRequest),
     Endpoint("/v1/conversations/{name}/items/{item}", "GET", conversations.get_item, "An item."),
     Endpoint("/v1/conversations/{name}/items/{item}", "DELETE", conversations.delete_item, "Delete an item."),
+    Endpoint("/v1/files", "POST", files.create_file, "Upload a file of requests: multipart, with the fields purpose and file.", api="by_header"),
+    Endpoint("/v1/files", "GET", files.list_files, "The caller's files.", parameters=(*_PAGE, ("purpose", "string")), api="by_header"),
+    Endpoint("/v1/files/{name}", "GET", files.get_file, "A file.", api="by_header"),
+    Endpoint("/v1/files/{name}", "DELETE", files.delete_file, "Delete a file that no batch reads.", api="by_header"),
+    Endpoint("/v1/files/{name}/content", "GET", files.file_content, "A file's bytes.", media=JSONL, api="by_header"),
+    Endpoint("/v1/batches", "POST", batches.create_batch, "Answer the requests of a file at low priority.", BatchRequest),
+    Endpoint("/v1/batches", "GET", batches.list_batches, "The caller's batches.", parameters=(("limit", "integer"), ("after", "string"))),
+    Endpoint("/v1/batches/{name}", "GET", batches.get_batch, "A batch: how far it is, and the files of its results."),
+    Endpoint("/v1/batches/{name}/cancel", "POST", batches.cancel_batch, "Cancel a batch; results that are there stay."),
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
+    _anthropic("/v1/messages/batches", "POST", message_batches.create_batch, "Answer many requests at low priority.", MessageBatchRequest),
+    _anthropic("/v1/messages/batches", "GET", message_batches.list_batches, "The caller's batches.", parameters=(("limit", "integer"), ("after_id", "string"), ("before_id", "string"))),
+    _anthropic("/v1/messages/batches/{name}", "GET", message_batches.get_batch, "A batch, and how far it is."),
+    _anthropic("/v1/messages/batches/{name}", "DELETE", message_batches.delete_batch, "Delete a batch that has ended."),
+    _anthropic("/v1/messages/batches/{name}/cancel", "POST", message_batches.cancel_batch, "Cancel a batch; results that are there stay."),
+    _anthropic("/v1/messages/batches/{name}/results", "GET", message_batches.batch_results, "A line for each request.", media=message_batches.JSONL),
     Endpoint("/v1/sessions/{name:path}", "DELETE", sessions.delete_session, "End a session: its pages are evicted first.", api="by_header"),
     Endpoint("/v1/prefixes", "GET", prefixes.list_prefixes, "Named prefixes: the tenant's own and public ones.", api="by_header"),
     Endpoint("/v1/prefixes", "POST", prefixes.create_prefix, "Name, compute and pin the beginning of conversations.", PrefixRequest, api="by_header"),

@@ -30,6 +30,7 @@ from ramify.models.gguf.config import read_sampling_defaults
 from ramify.models.gguf.container import model_name
 from ramify.params import SamplingParams
 from ramify.server.app import Server
+from ramify.server.batches.store import BatchStore
 from ramify.server.engine_client import EngineClient
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.connection_limit import ConnectionLimit, raise_descriptor_limit
@@ -52,6 +53,7 @@ from ramify.server.replicas import Replicas
 from ramify.server.service import ANY_NAME, RequestService
 from ramify.server.telemetry.options import OtlpOptions
 from ramify.server.tenants import ApiKeys
+from ramify.tier_options import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ class ServeOptions:
     max_connections_per_address: int | None = None
     kv_events: KvEventOptions | None = None  # None: none are published
     otlp: OtlpOptions | None = None  # None: no traces or metrics are sent
+    batch_dir: Path | None = None  # of files and batches; None: none are served
+    batch_disk: str = "10GB"
 
     def connections(self) -> ConnectionLimit:
         """The limit of connections; raises this process's limit of descriptors if it can.
@@ -192,6 +196,7 @@ class ServeInputs:
     keys: ApiKeys | None
     connections: ConnectionLimit
     record: LineFile | None
+    batches: BatchStore | None
     public: list[WarmPrompt] | None
     warm: list[WarmPrompt] | None
 
@@ -206,6 +211,11 @@ class ServeInputs:
         rules_named(options.prompt_rules)
         if options.kv_events is not None:
             options.kv_events.check_free()
+        batches = BatchStore.open(
+            options.batch_dir,
+            parse_size("--batch-disk", options.batch_disk),
+            has_several_tenants=keys is not None and keys.num_tenants > 1,
+        )
         # A model of the hub has its directory only once it is loaded.
         read_sampling_defaults(options.generation_config, Path(options.model))
         return cls(
@@ -214,6 +224,7 @@ class ServeInputs:
             public=None if options.public is None else read_prompts(options.public),
             warm=None if options.warm is None else read_prompts(options.warm),
             record=None if options.record is None else LineFile(options.record),
+            batches=batches,
         )
 
 
@@ -304,6 +315,7 @@ async def make_server(
         allowed_hosts=hosts_to_answer(options, has_keys=keys is not None),
         allowed_origins=options.allowed_origins,
         otlp=options.otlp,
+        batch_store=inputs.batches,
     )
     if inputs.public is not None:
         public = await llm.cache.share(inputs.public)

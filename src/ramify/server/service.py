@@ -218,7 +218,11 @@ class RequestService:
         self.quotas.acquire(caller, num_tokens, request.params.n)
         generation = None
         live = self.live.arrive(
-            caller.tenant, num_prompt=num_tokens, max_tokens=request.params.max_tokens
+            caller.tenant,
+            num_prompt=num_tokens,
+            max_tokens=request.params.max_tokens,
+            num_answers=request.params.n,
+            is_background=caller.is_background,
         )
         self.observe_live(caller.tenant)
         arrival_ns = time.time_ns()
@@ -226,7 +230,7 @@ class RequestService:
             events = self.engine.stream(
                 prompt.ids,
                 request.params,
-                priority=request.priority,
+                priority=request.priority + caller.priority,
                 tenant=caller.tenant,
                 salt=request.salt,
                 session=request.session,
@@ -332,7 +336,7 @@ class RequestService:
         self.quotas.release(caller, len(request.prompt.ids), num_computed, request.params.n)
         self.live.end(generation)
         self.activity.ended(caller.tenant, generation.num_output)
-        if request.is_remembered:
+        if request.is_remembered and not caller.is_background:
             entry = request.history_entry.without_text()
             self.history.put(caller.tenant, generation.id, entry)
         for listener in self.listeners:

@@ -16,6 +16,7 @@ from ramify.server.errors import ApiError
 
 HASH_PREFIX = "sha256:"
 MAX_KEY_CHARS = 512
+BACKGROUND_PRIORITY = -1_000_000  # below what any request may ask for
 TENANT_PIN_SHARE = 0.25  # of the pool; `max_pinned_share` of tenants beside others
 
 
@@ -73,11 +74,21 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant that sent a request, and its rights."""
+    """The tenant that sent a request, and its rights.
+
+    `is_background`: its requests are lines of a batch, for which nobody waits. They run after all other
+    requests of the tenant, and the quota counts them by themselves.
+    """
 
     tenant: str
     is_admin: bool = False
     quota: Quota = field(default_factory=Quota)
+    is_background: bool = False
+
+    @property
+    def priority(self) -> int:
+        """Added to the priorities of its requests."""
+        return BACKGROUND_PRIORITY if self.is_background else 0
 
 
 class ApiKeys:
@@ -132,6 +143,11 @@ class ApiKeys:
         if admin is not None:
             entries[hash_key(admin)] = Caller("admin", is_admin=True)
         return cls(entries)
+
+    def caller_of(self, tenant: str) -> Caller | None:
+        """A caller of a tenant, with the fewest rights that a key of it has; None: it has no key."""
+        callers = [each for each in self._callers.values() if each.tenant == tenant]
+        return min(callers, key=lambda each: each.is_admin, default=None)
 
     def caller(self, key: str | None) -> Caller:
         """The caller that a key belongs to; compares with every key in constant time.
@@ -196,7 +212,7 @@ class QuotaMeter:
 
     `tokens_per_minute` is a token bucket: it refills with time up to one minute's tokens, and a
     request is admitted while it is not empty, whatever the request then takes. Use is counted for
-    the tenant, whichever key and quota its requests came with.
+    the tenant, whichever key and quota its requests came with; that of its batches by itself.
 
     Args:
         clock: monotonic seconds.
@@ -204,7 +220,7 @@ class QuotaMeter:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._usage: dict[str, _TenantUsage] = {}
+        self._usage: dict[tuple[str, bool], _TenantUsage] = {}
 
     def check_batch(
         self, caller: Caller, num_prompts: int, num_tokens: int, num_answers: int
@@ -278,9 +294,10 @@ class QuotaMeter:
         """The usage of the caller's tenant, with its token bucket refilled up to now."""
         rate = caller.quota.tokens_per_minute
         now_s = self._clock()
-        usage = self._usage.get(caller.tenant)
+        key = caller.tenant, caller.is_background
+        usage = self._usage.get(key)
         if usage is None:
-            usage = self._usage[caller.tenant] = _TenantUsage(refilled_s=now_s)
+            usage = self._usage[key] = _TenantUsage(refilled_s=now_s)
         if rate is not None:
             usage.used = max(0.0, usage.used - (now_s - usage.refilled_s) / 60 * rate)
             usage.refilled_s = now_s

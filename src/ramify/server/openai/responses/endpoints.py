@@ -46,7 +46,8 @@ async def create_response(context: RequestContext) -> Response:
     conversation, num_items = translated.earlier.conversation, len(translated.items)
     check_room(context.service, conversation, num_items, context.num_body_bytes)
     session = translated.earlier.session
-    if not session and request.store is not False:  # for the responses that will continue it
+    is_stored = request.store is not False and not context.caller.is_background
+    if not session and is_stored:  # for the responses that will continue it
         session = CHAIN_PREFIX + secrets.token_hex(8)
     generation = await context.start(
         translated.generation_request, prefix="resp_", implied_session=session

@@ -158,10 +158,12 @@ class ResponsesResponseBuilder:
     def _store(self, body: Mapping[str, Any], delta_lens: array[int]) -> None:
         """Store the ended response, for a next request to continue, unless `store` is false.
 
+        Those of a batch are not stored: they would take the place of all others of their tenant.
         A conversation gets the request's items and the answer in any case.
         """
         output, earlier = self.generation.output, self.translated.earlier
-        conversation, is_stored = earlier.conversation, self.request.store is not False
+        is_stored = self.request.store is not False and not self.generation.caller.is_background
+        conversation = earlier.conversation
         if output is None or not (is_stored or conversation):
             return
         tenant, name = self.generation.caller.tenant, self.generation.id
