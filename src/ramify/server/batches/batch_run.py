@@ -168,7 +168,9 @@ class BatchRun:
                     await self._answer_lines(caller)
                     return
                 except* DiskFullError as errors:
-                    logger.error("batch %s waits for disk space: %s", self.batch.id, errors)
+                    logger.error(
+                        "batch %s waits for disk space: %s", self.batch.id, errors.exceptions[0]
+                    )
                 await self._wait_for_room()
 
     async def _wait_for_room(self) -> None:

@@ -92,7 +92,12 @@ class ResultJournal:
             DiskFullError: there is no room; no line is done.
             OSError: the disk failed.
         """
-        await asyncio.shield(asyncio.ensure_future(self._append(results, within_limits)))
+        writing = asyncio.ensure_future(self._append(results, within_limits))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            writing.add_done_callback(_forget_error)
+            raise
 
     async def _append(self, results: Sequence[ResultLine], within_limits: bool) -> None:
         async with self._lock:
@@ -149,3 +154,9 @@ class ResultJournal:
                 self._handles = []
                 for handle in handles:
                     os.close(handle)
+
+
+def _forget_error(writing: asyncio.Future[None]) -> None:
+    """Nobody waits for a result any more: its line has none if it could not be written."""
+    if not writing.cancelled():
+        writing.exception()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ramify.server.batches.anthropic_lines import AnthropicLines
 from ramify.server.batches.batch_run import BatchRun, Call, RunContext
+from ramify.server.batches.journal import DiskFullError
 from ramify.server.batches.lines import LineForm, OpenAiLines
 from ramify.server.batches.records import BatchRecord, LineError, Result
 from ramify.server.batches.slots import LineSlots
@@ -109,6 +110,8 @@ class BatchRunner:
                 message = "The input of this batch is not there any more."
                 await run.fail(LineError("input_file_missing", message))
                 break
+            except DiskFullError as error:
+                logger.error("batch %s cannot end: %s", run.batch.id, error)
             except Exception:  # a fault of the disk or of ours; the batch must not be lost
                 logger.exception("batch %s failed; it goes on in %.0f s", run.batch.id, FAULT_S)
             await asyncio.sleep(FAULT_S)
