@@ -74,7 +74,8 @@ def test_keys_are_equal_as_far_as_prompts_are() -> None:
     assert shared(key(system=long, tools=tools), key(system=long)) > 10
     assert shared(key(prompt=long + "a"), key(prompt=long + "b")) > 10
     assert shared(key(input=long + "a"), key(input=long + "b")) > 10
-    assert not shared(key(messages=talk(long), cache_salt="x"), key(messages=talk(long)))
+    for field in ("cache_salt", "prefix"):
+        assert not shared(key(messages=talk(long), **{field: "x"}), key(messages=talk(long)))
     with_tools = json.dumps({"system": "other", "tools": tools}).encode()
     assert shared(
         prefix_key(with_tools, tools_first=True),

@@ -29,6 +29,7 @@ class _PromptFields(msgspec.Struct):
 
     model: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
+    prefix: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
@@ -59,6 +60,7 @@ def prefix_key(body: bytes, *, tools_first: bool = False) -> bytes:
 def _texts(fields: _PromptFields, tools_first: bool) -> Iterator[bytes]:
     """The texts of a request in the order of its prompt."""
     yield bytes(fields.cache_salt)  # others share no pages with it
+    yield bytes(fields.prefix)  # the name of a prefix that all else follows
     messages = _items(fields.messages)
     leading: list[bytes] = []
     for message in messages:
