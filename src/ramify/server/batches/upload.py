@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from ramify.server.batches.directory import DiskSpace, disk_error, write_all
@@ -104,6 +102,8 @@ class _FormReader:
     def header_end(self) -> None:
         if bytes(self._header).lower() != b"content-disposition":
             return
+        from python_multipart.multipart import parse_options_header
+
         _, options = parse_options_header(bytes(self._value))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         if self._name == FILE_FIELD:
@@ -141,9 +141,17 @@ async def read_upload(request: Request, sink: FileSink) -> Form:
     """Read a form; its file goes into `sink` and is on disk when this returns.
 
     Raises:
-        ApiError: 400 or 415, it is no such form; 408, it does not come; 413, it is too large; 499,
+        ApiError: 400 or 415, it is no such form, or the parser is not installed; 408, it does not come; 413, it is too large; 499,
             the client has gone; 503, the disk is full.
     """
+    try:
+        # Of everything that a server does, only this needs it.
+        from python_multipart.exceptions import FormParserError
+        from python_multipart.multipart import MultipartParser, parse_options_header
+    except ImportError:
+        raise ApiError(
+            400, "uploads need a package on the server: pip install python-multipart"
+        ) from None
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= MAX_BOUNDARY_CHARS:
