@@ -21,7 +21,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo browser docs docs-serve test test-full test-device test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native bench-routing bench-prediction \
+  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native release bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
 help:  ## this list
@@ -162,6 +162,9 @@ gpu-check: $(DEV)  ## the GPU tests and figures; without a GPU, the kernels in T
 
 native: $(RUN)  ## a wheel in dist/, the cache core compiled with mypyc (C compiler)
 	@$(PIP) wheel --no-deps -w dist .
+
+release: $(RUN)  ## wheels and a source archive of HEAD in dist/, built twice, checked, installed and tried
+	@$(BIN)/python scripts/release.py $(ARGS)
 
 test-native: $(DEV)  ## the tests of the cache, with its core compiled
 	@sh scripts/test_native.sh $(BIN)/python $(ARGS)

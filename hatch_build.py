@@ -86,14 +86,17 @@ class CompiledWheel(BuildHookInterface[Any]):
         kernels = self._compile_kernels(source, folder / "objects") if SHIPS_KERNELS else {}
         files = kernels | self._compile_core(source)
         if files:
-            build_data["force_include"].update(files)
+            build_data["force_include"].update(sorted(files.items(), key=lambda item: item[1]))
             build_data["infer_tag"] = True
             build_data["pure_python"] = False
 
     def _compile_core(self, source: Path) -> dict[str, str]:
         """Compile the modules of the cache core; returns extension modules and their places in the wheel."""
         files = [f"ramify/cache/{name}.py" for name in MODULES]
-        output = _run(["mypyc", *MYPY, *files], source, MYPYC_OPT_LEVEL="3")
+        # Two builds have the same bytes: no paths of this one, no order of sets.
+        flags = f"{os.environ.get('CFLAGS', '')} -g0 -ffile-prefix-map={source}=."
+        settings = {"MYPYC_OPT_LEVEL": "3", "MYPYC_DEBUG_LEVEL": "0", "PYTHONHASHSEED": "0"}
+        output = _run(["mypyc", *MYPY, *files], source, **settings, CFLAGS=flags)
         extensions = [path.relative_to(source) for path in source.glob("**/*.so")]
         extensions = [path for path in extensions if path.parts[0] != "build"]
         # One extension for each module, and one that they share.

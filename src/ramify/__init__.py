@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ramify.outputs import FinishReason, RequestOutput
     from ramify.params import SamplingParams, StructuredOutput
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # How long a thread of torch's OpenMP pool (libgomp) spins for work before it sleeps. libgomp's own
 # 300,000 turns hold a core for milliseconds that another program, or the thread waited for, needs.
