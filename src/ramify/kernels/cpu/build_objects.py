@@ -6,6 +6,7 @@ and runs nothing of what it compiles.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -15,7 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from numba.core import ir
+from numba.core import ir, types
+from numba.core.dispatcher import Dispatcher
+from numba.parfors.parfor import Parfor
 
 from ramify.kernels.cpu.object_code import MANIFEST, build_facts, write_object
 from ramify.kernels.cpu.targets import IS_X86, TARGETS, compiled_target
@@ -48,14 +51,19 @@ def build_target(folder: Path) -> None:
     from ramify.kernels.cpu.entry_points import signatures
 
     logging.getLogger("ramify").setLevel(logging.ERROR)
-    _shorten_locations()
-    for entry, _, types in signatures():
-        entry.compile(types)
-        write_object(folder, entry.py_func.__qualname__, types, entry.overloads[types])
+    _forget_this_build()
+    for entry, _, signature in signatures():
+        entry.compile(signature)
+        write_object(folder, entry.py_func.__qualname__, signature, entry.overloads[signature])
 
 
-def _shorten_locations() -> None:
-    """Let Numba know sources by their path below `sys.path`: object code has the paths of its `raise`s."""
+def _forget_this_build() -> None:
+    """Keep paths and addresses of this process out of the code.
+
+    The code has the paths of its `raise`s: they are those below `sys.path`. Numba names a parallel loop
+    by its hash, and a function that is an argument by its `repr`, so both by an address: here a loop by
+    its number, a function by its module and name.
+    """
     roots = sorted((f"{Path(root).resolve()}{os.sep}" for root in sys.path if root), key=len)
 
     class Location(ir.Loc):
@@ -65,6 +73,15 @@ def _shorten_locations() -> None:
             super().__init__(filename, *args, **options)
 
     ir.Loc = Location
+    Parfor.__hash__ = lambda loop: loop.id
+    Dispatcher.__repr__ = _place_of  # type: ignore[method-assign]
+    for kind in gc.get_objects():
+        if isinstance(kind, types.Dispatcher):
+            kind.name = _place_of(kind.dispatcher)
+
+
+def _place_of(dispatcher: Any) -> str:
+    return f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__qualname__}"
 
 
 if __name__ == "__main__":
