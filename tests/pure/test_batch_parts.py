@@ -173,6 +173,7 @@ def run_with(tmp_path: Path, call: Callable[[bytes], LineAnswer], count: int = 1
         )
         run = BatchRun(context, batch, FORM, asyncio.Lock())
         await run.run()
+        await run._reach("cancelling")  # as a call that has waited for the end
         directory.close()
         return run.batch
 

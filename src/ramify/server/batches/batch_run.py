@@ -299,6 +299,9 @@ class BatchRun:
         """Change the state and other fields, on disk first. What is cancelled goes on to its end only."""
         async with self._changing:
             batch = self.current
+            is_too_late = status == "cancelling" and batch.status == "finalizing"
+            if is_too_late or not batch.is_unfinished:
+                return  # it has ended while the caller waited for the lock
             if batch.status == "cancelling" and status in ("in_progress", "finalizing"):
                 status = "cancelling"
             times = (

@@ -141,8 +141,8 @@ async def read_upload(request: Request, sink: FileSink) -> Form:
     """Read a form; its file goes into `sink` and is on disk when this returns.
 
     Raises:
-        ApiError: 400 or 415, it is no such form, or the parser is not installed; 408, it does not come; 413, it is too large; 499,
-            the client has gone; 503, the disk is full.
+        ApiError: 400 or 415, it is no such form, or the parser is not installed; 408, it does not
+            come; 413, it is too large; 499, the client has gone; 503, the disk is full.
     """
     try:
         # Of everything that a server does, only this needs it.
