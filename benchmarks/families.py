@@ -30,12 +30,13 @@ from typing import Any
 
 from arguments import count, names
 from engines.contract import Entry, Setup
+from engines.json_process import ProcessGoneError, TooSlowError
 from engines.models import DTYPES, MODELS, VALUE_BYTES
 from engines.peaks import Peaks
 from engines.registry import ENTRIES, OURS
 from engines.report import setting
 from engines.roofline import Machine
-from engines.run import LOAD_LIMIT_S, TooSlowError, Worker, WorkerGoneError
+from engines.run import LOAD_LIMIT_S, Worker
 from engines.stats import Spread, paired_ratios
 from engines.workloads import Task
 
@@ -235,7 +236,7 @@ class Side:
         assert self.worker is not None
         try:
             return self.worker.ask(limit_s, **command)
-        except (WorkerGoneError, TooSlowError) as gone:
+        except (ProcessGoneError, TooSlowError) as gone:
             self._end(str(gone))
             return {}
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
-import select
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,19 +13,12 @@ from statistics import median
 from typing import Any
 
 from engines.contract import Entry, Setup
+from engines.json_process import JsonProcess, ProcessGoneError, TooSlowError
 from engines.stats import Spread, paired_ratios
 from engines.workloads import Task, Workload, task_of
 
 BENCHMARKS = Path(__file__).parents[1]
 LOAD_LIMIT_S = 600.0  # vLLM compiles its graph
-
-
-class WorkerGoneError(Exception):
-    """A worker ended instead of answering; the message is the last line it wrote."""
-
-
-class TooSlowError(Exception):
-    """A worker did not answer in time and was ended."""
 
 
 class Worker:
@@ -40,82 +27,32 @@ class Worker:
     def __init__(self, entry: Entry, peers: Path, threads: int, source: Path | None = None) -> None:
         """`source` is the folder that `ramify` is imported from; by default this checkout's."""
         self.entry = entry
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        self._buffer = b""
         python = sys.executable
         if entry.environment:
             python = str(peers / entry.environment / "bin" / "python")
         path = [str(BENCHMARKS)]
         if not entry.environment:
             path.append(str(source or BENCHMARKS.parent / "src"))
-        self._process = subprocess.Popen(
-            [python, "-m", "engines.worker", entry.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=BENCHMARKS,
-            start_new_session=True,  # with what it starts, so that all of it can be ended
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path),
-                "OMP_NUM_THREADS": str(threads),
-                "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")]),
-            },
-        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": str(threads),
+            "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")]),
+        }
+        command = [python, "-m", "engines.worker", entry.name]
+        self._process = JsonProcess(command, environment, BENCHMARKS)
 
     def ask(self, limit_s: float, **command: Any) -> dict[str, Any]:
-        """Send a command to the worker and return its answer.
-
-        Raises:
-            TooSlowError: no answer within the limit; the process is ended.
-            WorkerGoneError: the process ended without an answer.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise WorkerGoneError(self._last_words()) from None
-        end = time.monotonic() + limit_s
-        pipe = self._process.stdout.fileno()
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                self.kill()
-                raise TooSlowError(f"over {limit_s:.0f} s")
-            piece = os.read(pipe, 1 << 16)
-            if not piece:
-                raise WorkerGoneError(self._last_words())
-            self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        """`JsonProcess.ask`, with the command's fields as arguments."""
+        return self._process.ask(limit_s, command)
 
     def end(self) -> None:
         """Close the worker's input, wait up to 20 s for its exit, then kill it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.stdin.close()
-            self._process.wait(20)
-        self.kill()
-        self._errors.close()
+        self._process.end()
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _last_words(self) -> str:
-        self.kill()
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
-        return (said or [f"ended with status {self._process.returncode}"])[-1][:300]
+        self._process.kill()
 
 
 @dataclass(slots=True)
@@ -214,7 +151,7 @@ class Group:
         given = asdict(replace(self._setup, options={})) | {"folder": str(self._setup.folder)}
         try:
             answer = worker.ask(LOAD_LIMIT_S, setup=given)
-        except (WorkerGoneError, TooSlowError) as gone:
+        except (ProcessGoneError, TooSlowError) as gone:
             self.absent[entry.name] = f"did not start: {gone}"
             return False
         if "absent" in answer:
@@ -259,7 +196,7 @@ class Group:
             return None
         try:
             return worker.ask(LOAD_LIMIT_S, resources=True)
-        except (WorkerGoneError, TooSlowError) as gone:
+        except (ProcessGoneError, TooSlowError) as gone:
             self.absent[entry.name] = f"did not start: {gone}"
             del self._workers[entry.name]
             return None
@@ -310,7 +247,7 @@ class Group:
             return worker.ask(self._limit_s, **command)
         except TooSlowError as slow:
             cell.failed = str(slow)
-        except WorkerGoneError as gone:
+        except ProcessGoneError as gone:
             cell.failed = f"failed: {gone}"
         del self._workers[cell.entry.name]
         print(f"  {cell.workload.name} {cell.entry.name}: {cell.failed}", file=sys.stderr)

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engines.contract import Setup
+from engines.json_process import ProcessGoneError, TooSlowError
 from engines.models import MODELS, TITLES, VALUE_BYTES, shape_of, write_model
 from engines.registry import SPECULATION
-from engines.run import LOAD_LIMIT_S, TooSlowError, Worker, WorkerGoneError
+from engines.run import LOAD_LIMIT_S, Worker
 from engines.stats import median_interval
 from engines.workloads import Task
 
@@ -73,7 +74,7 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
                 sample = workers[mode].ask(args.limit, task=asdict(task))
                 if pair:
                     samples.setdefault(mode, []).append(sample)
-    except (WorkerGoneError, TooSlowError) as gone:
+    except (ProcessGoneError, TooSlowError) as gone:
         print(f"| {text.title} | failed: {gone} | | | |", flush=True)
         return {"failed": str(gone)}
     finally:
