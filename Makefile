@@ -21,7 +21,7 @@ export PYTHON TORCH_ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo browser docs docs-serve test test-full test-device test-pure check format options bench bench-attention bench-core bench-engine \
-  bench-quantised bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native release bench-routing bench-prediction \
+  bench-quantised bench-server bench-decode bench-step bench-tool-loop bench-first-token bench-busy-cores bench-cluster bench-replicas bench-router bench-memory bench-families bench-analysis perf attack clients soak-core soak-engine accuracy cover-core gpu-check native release bench-routing bench-prediction \
   test-native test-wheel clean FORCE
 
 help:  ## this list
@@ -94,6 +94,10 @@ bench-engine: $(DEV)  ## whole engines side by side, on shared and unshared prom
 bench-quantised: $(DEV)  ## integer weights beside llama.cpp and OpenVINO; installs them first
 	@sh benchmarks/install_engine_peers.sh $(BIN)/python $(ENGINE_PEERS) openvino llama
 	@$(BIN)/python benchmarks/quantised.py --peers $(ENGINE_PEERS) $(ARGS)
+
+bench-server: $(DEV)  ## servers of vLLM and llama.cpp beside ours: a real model, real clients; installs them first
+	@sh benchmarks/install_engine_peers.sh $(BIN)/python $(ENGINE_PEERS) vllm llama
+	@$(BIN)/python benchmarks/server.py --peers $(ENGINE_PEERS) $(ARGS)
 
 bench-decode: $(DEV)  ## decode of one request beside the time that reading its weights and K/V takes
 	@$(BIN)/python benchmarks/decode_bound.py $(ARGS)
