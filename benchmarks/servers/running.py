@@ -18,7 +18,6 @@ from engines.contract import AbsentError
 from servers.contract import Launch, ServerEntry
 from servers.own_figures import parse_metrics
 
-START_S = 300.0  # vLLM compiles its graph
 END_S = 20.0
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -34,10 +33,12 @@ class RunningServer:
     """A server that answers; `close` ends it.
 
     Raises:
-        AbsentError: it ended, or did not answer within `START_S`.
+        AbsentError: it ended, or did not answer within `limit_s`.
     """
 
-    def __init__(self, entry: ServerEntry, launch: Launch, port: int, python_path: str) -> None:
+    def __init__(
+        self, entry: ServerEntry, launch: Launch, port: int, python_path: str, limit_s: float
+    ) -> None:
         self.entry, self.port = entry, port
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
@@ -51,13 +52,15 @@ class RunningServer:
             start_new_session=True,  # so that processor time and end are those of all its processes
         )
         while not self._is_healthy():
-            if self._process.poll() is not None or time.monotonic() > start + START_S:
-                words = self.last_lines()
+            status, line = self._process.poll(), self.last_line()
+            if status is not None:
                 self.close()
                 raise AbsentError(
-                    f"did not start (status {self._process.returncode}; -4: it was compiled for "
-                    f"another processor): {words}"
+                    f"it ended with status {status} (-4: compiled for another processor): {line}"
                 )
+            if time.monotonic() > start + limit_s:
+                self.close()
+                raise AbsentError(f"it did not answer within {limit_s:.0f} s: {line}")
             time.sleep(0.1)
         self.start_s = time.monotonic() - start
 
@@ -77,11 +80,12 @@ class RunningServer:
         """Processor time of all its processes so far."""
         return session_cpu_s(self._process.pid)
 
-    def last_lines(self) -> str:
-        """The end of its log."""
+    def last_line(self) -> str:
+        """The last line of its log."""
         size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 600))
-        return self._log.read().decode(errors="replace").strip()
+        self._log.seek(max(0, size - 2_000))
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no log")
 
     def close(self) -> None:
         """Ask the server to end; after `END_S` kill all its processes."""
