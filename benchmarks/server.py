@@ -127,12 +127,22 @@ def main() -> None:
     report(args, rounds, client, files, num_rounds)
 
 
+def published_command(arguments: list[str]) -> str:
+    """The command without the arguments that name files of this machine."""
+    left = list(arguments)
+    for option in ("--peers", "--scratch", "--json"):
+        if option in left:
+            place = left.index(option)
+            del left[place : place + 2]
+    return f'make bench-server ARGS="{" ".join(left)}"'
+
+
 def report(
     args: argparse.Namespace, rounds: Rounds, client: Client, files: ModelFiles, num_rounds: int
 ) -> None:
     """Print the tables; write every sample to the file of `--json`."""
     entries = [SERVERS[name] for name in args.servers]
-    settings = setting("bench-server", args.threads)
+    settings = setting("bench-server", args.threads) | {"command": published_command(sys.argv[1:])}
     settings["rounds"] = f"{num_rounds}"
     settings["clients"] = (
         f"vllm bench serve {client.bench.version}, openai {version('openai')} (chats)"

@@ -73,13 +73,13 @@ CELLS = {
             64, 32, repeated_prefixes(32, 1_024, 64),
         ),
         Cell(
-            "rate", f"prefix_repetition: 40 such requests, {RATE} a second",
-            40, 32, (*repeated_prefixes(32, 1_024, 64), "--request-rate", str(RATE)),
+            "rate", f"prefix_repetition: 32 such requests, {RATE} a second",
+            32, 32, (*repeated_prefixes(32, 1_024, 64), "--request-rate", str(RATE)),
             has_offline=False,
         ),
         Cell(
-            "random", "random: 16 requests of 512 tokens, nothing shared, 32 new, all sent at once",
-            16, 32,
+            "random", "random: 12 requests of 512 tokens, nothing shared, 32 new, all sent at once",
+            12, 32,
             ("--dataset-name", "random", "--random-input-len", "512", "--random-output-len", "32"),
         ),
         Cell(
@@ -92,8 +92,8 @@ CELLS = {
         ),
         Cell(
             "conversations",
-            "OpenAI's SDK: 8 users who write 3 messages each behind a system prompt of 512 tokens, 64 new",
-            24, 64, has_offline=False,
+            "OpenAI's SDK: 8 users who write 3 messages each behind a system prompt of 512 tokens, 32 new",
+            24, 32, has_offline=False,
         ),
     )
 }  # fmt: skip

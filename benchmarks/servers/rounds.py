@@ -26,6 +26,7 @@ from servers.running import RunningServer, free_port
 
 EncodeChat = Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
 PROMPTS_S = 60.0
+SETTLE_S = 0.3  # until a server has counted the response that it has sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class Rounds:
             before, cpu_s = server.metrics(), server.cpu_s()
             idle_s = sum(other.cpu_s() for other in others)
             client = self._client.send(cell, seed, server.url)
+            time.sleep(SETTLE_S)
             sample = Sample(
                 client=client,
                 own=own_figures(server.entry.kind, before, server.metrics()),
