@@ -134,6 +134,14 @@ class OwnFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Offline:
+    """All requests of a cell, handed to the engine at once."""
+
+    total_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One cell on one server, once."""
 
@@ -141,4 +149,4 @@ class Sample:
     own: OwnFigures
     server_cpu_s: float
     idle_cpu_s: float  # of all other servers in that time
-    offline_s: float | None = None  # the same requests by the engine without a server
+    offline: Offline | None = None  # the same requests by the engine without a server

@@ -72,9 +72,9 @@ def paired(ours: Samples, theirs: Samples, figure: str) -> list[float]:
 def offline_ratios(samples: Samples) -> list[float]:
     """Time behind the server over time of the engine alone, by round."""
     return [
-        sample.client.duration_s / sample.offline_s
+        sample.client.duration_s / sample.offline.total_s
         for sample in samples.values()
-        if sample.offline_s is not None
+        if sample.offline is not None
     ]
 
 

@@ -19,7 +19,7 @@ from servers.bench_client import BenchClient
 from servers.cells import WARM_UP, WARM_UP_SEED, Cell
 from servers.chat_client import send_chats
 from servers.chats import CountTokens
-from servers.contract import ClientFigures, Launch, ModelFiles, Sample, ServerEntry
+from servers.contract import ClientFigures, Launch, ModelFiles, Offline, Sample, ServerEntry
 from servers.launches import launch, program_of
 from servers.own_figures import own_figures
 from servers.running import RunningServer, free_port
@@ -121,7 +121,7 @@ class Rounds:
             self.absent[entry.engine] = answer["absent"]
             return
         self._engines[entry.name] = worker
-        self._offline_s(entry, WARM_UP, WARM_UP_SEED)
+        self._offline(entry, WARM_UP, WARM_UP_SEED)
 
     def measure(self, cell: Cell, repetition: int, name: str) -> None:
         """Sample a cell on a server, then on its engine alone; a failure is noted and not tried again."""
@@ -143,7 +143,7 @@ class Rounds:
                 idle_cpu_s=sum(other.cpu_s() for other in others) - idle_s,
             )
             if cell.has_offline:
-                sample = replace(sample, offline_s=self._offline_s(server.entry, cell, seed))
+                sample = replace(sample, offline=self._offline(server.entry, cell, seed))
         except (
             RuntimeError, TimeoutError, TooSlowError, ProcessGoneError, OpenAIError, OSError,
         ) as error:  # fmt: skip
@@ -151,24 +151,26 @@ class Rounds:
             _note(f"{cell.name} {name}: {self.failed[key]}")
             return
         self.samples.setdefault(key, {})[repetition] = sample
-        offline = "" if sample.offline_s is None else f", engine alone {sample.offline_s:.2f} s"
+        alone = sample.offline
+        offline = "" if alone is None else f", engine alone {alone.total_s:.2f} s"
         _note(
             f"{cell.name} {name}: {client.duration_s:.2f} s{offline}; "
             f"{time.monotonic() - start:.1f} s in all"
         )
 
-    def _offline_s(self, entry: ServerEntry, cell: Cell, seed: int) -> float | None:
-        """Seconds that the engine takes for all requests of a cell, handed over at once; None without it."""
+    def _offline(self, entry: ServerEntry, cell: Cell, seed: int) -> Offline | None:
+        """A cell by the engine of a server alone; None where it has none."""
         engine = self._engines.get(entry.name)
         if engine is None:
             return None
         task = Task([], [self._client.prompts(cell, seed)], cell.num_new)
         try:
-            return float(engine.ask(self._client.limit_s, task=asdict(task))["total_s"])
+            answer = engine.ask(self._client.limit_s, task=asdict(task))
         except (ProcessGoneError, TooSlowError) as gone:
             self.absent[entry.engine] = f"{cell.name}: {gone}"
             del self._engines[entry.name]
             return None
+        return Offline(answer["total_s"], answer["cpu_s"])
 
     def end(self) -> None:
         """End all processes but the client's."""

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 from servers.cells import CELLS, in_order
 from servers.chats import document
-from servers.contract import ClientFigures, Kind, ModelFiles, OwnFigures, RequestTimes, Sample
+from servers.contract import (
+    ClientFigures,
+    Kind,
+    ModelFiles,
+    Offline,
+    OwnFigures,
+    RequestTimes,
+    Sample,
+)
 from servers.launches import SERVERS, launch
 from servers.own_figures import own_figures, parse_metrics
 from servers.report import TOKENS, TTFT, checks, goal_table, paired, table
@@ -60,7 +68,8 @@ def sample(
 ) -> Sample:
     """100 tokens at this rate."""
     client = ClientFigures(100 / tokens_per_s, 4, 400, 100, ttft_s, 0.2, 0.1, 0.01, 0.01)
-    return Sample(client, OwnFigures(0.1, 0.01, own_tokens, 0.5), 1.0, 0.0, offline_s)
+    offline = None if offline_s is None else Offline(offline_s, offline_s)
+    return Sample(client, OwnFigures(0.1, 0.01, own_tokens, 0.5), 1.0, 0.0, offline)
 
 
 @pytest.mark.parametrize("kind", SCRAPES)
