@@ -163,9 +163,10 @@ def report(
         failed = {name: why for (name, of), why in rounds.failed.items() if of == cell.name}
         missing = dict.fromkeys(rounds.absent, "absent: see above") | failed
         print("\n" + table(cell, entries, rounds.samples, missing))
+    if goals := goal_table(entries, rounds.samples):
+        print("\n" + goals)
     if rounds.samples:
-        print("\n" + goal_table(entries, rounds.samples) + "\n")
-        print("\n".join(checks(rounds.samples)))
+        print("\n" + "\n".join(checks(rounds.samples)))
     if args.json:
         results: dict[str, Any] = {"setting": settings, "commands": commands}
         results |= {"absent": rounds.absent, "start_s": rounds.start_s}
