@@ -138,7 +138,7 @@ def test_first_chat_by_curl(server: Running) -> None:
 def test_document_questions(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The document is computed once, shared in flight, and lost behind a clock."""
+    """The document is computed once, shared in flight, lost behind a clock, and read by its name."""
     (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text("utf-8")[:DOCUMENT_CHARS])
     monkeypatch.chdir(tmp_path)
 
@@ -148,6 +148,8 @@ def test_document_questions(
     assert sum(report["shared_in_flight"] + report["read"] for report in reports) > 1000
     assert names["miss"]["reason"] == "diverged"
     assert names["miss"]["segment"] == "messages[0].content"
+    named = names["answer"].usage.model_extra["ramify_cache"]["prefix"]
+    assert named["read"] >= named["tokens"] // 16 * 16 > 1000
 
 
 def test_agent_on_your_machine(server: Running) -> None:
