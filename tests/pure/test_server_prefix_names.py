@@ -113,7 +113,7 @@ def test_the_shapes_of_all_apis_make_the_same_prefix() -> None:
             ]
 
     assert len({answer.json["tokens"] for answer in run(main())}) == 1
-    assert len({tuple(each.ids) for each in bench.service.prefixes.of("")}) == 1  # type: ignore[attr-defined]
+    assert len({tuple(each.ids) for each in bench.service.prefixes.of("")}) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Named prefixes: the beginning of a conversation under a name, computed, pinned, and used in every API."""
 
+import asyncio
+import random
 from typing import Any
 
 import pytest
 
 from ramify.engine.cache_admin.warmup import PUBLIC
+from tests.budget import examples
 from tests.pure.prefix_requests import (
     APIS,
     CHAT,
@@ -27,7 +30,7 @@ from tests.pure.prefix_requests import (
     error_of,
     inlined,
 )
-from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, run
+from tests.pure.server_bench import TOOL_TEMPLATE, Answer, ServerBench, gated, run
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -368,3 +371,65 @@ def test_a_template_that_writes_something_else_before_is_told() -> None:
     assert cache_of(answer)["prefix"]["read"] < 16
     assert explained.json["prefix"]["read"] >= explained.json["prefix"]["tokens"] // 16 * 16
     assert explained.json["segments"][0]["path"].startswith("prefix:")
+
+
+def test_a_request_in_flight_pins_no_prefix_that_is_gone() -> None:
+    """Its first tokens come after the end of the name, and ask for the pin."""
+    bench = ServerBench()
+
+    async def main() -> None:
+        async with bench.running():
+            gate = gated(bench)
+            gate.is_open = True
+            await define(bench, system=SYSTEM)
+            await bench.llm.cache.end_pins("")
+            gate.is_open = False
+            request = asyncio.ensure_future(bench.post(CHAT, body(CHAT, QUESTION, prefix="desk")))
+            while not bench.service.live.num_waiting(None):  # noqa: ASYNC110 - in a prompt thread
+                await asyncio.sleep(0)
+            # As a DELETE whose pins have ended before this request has its first token.
+            bench.service.prefixes.remove("", "desk")
+            gate.open()
+            assert cache_of(await request)["prefix"]["tokens"] > 0
+            assert not await bench.llm.cache.pins()
+
+    run(main())
+
+
+def test_any_interleaving_of_calls_leaves_no_pin_without_a_name() -> None:
+    """Names made, replaced, used and deleted at once by two tenants; deleted, they leave nothing."""
+    bench = ServerBench(keys=KEYS, pool_tokens=32_768)
+    draw = random.Random(7)
+
+    async def act(key: str) -> int:
+        name, text = draw.choice(("desk", "door")), draw.choice("abc") + SYSTEM
+        match draw.randrange(4):
+            case 0:
+                fields = {"system": text, "replace": draw.random() < 0.7}
+                answer = await define(bench, key, name=name, **fields)
+            case 1:
+                answer = await bench.call("DELETE", f"{PATH}/{name}", key=key)
+            case _:
+                answer = await bench.post(CHAT, body(CHAT, QUESTION, prefix=name), key)
+        return answer.status
+
+    async def main() -> set[int]:
+        statuses = set[int]()
+        async with bench.running():
+            for _ in range(examples(24)):
+                keys = [draw.choice(("key-ann", "key-bob")) for _ in range(8)]
+                statuses |= set(await asyncio.gather(*map(act, keys)))
+                named = {
+                    tuple(each.ids[: len(each.ids) // 16 * 16])
+                    for key in ("key-ann", "key-bob")
+                    for each in bench.service.prefixes.of(KEYS.caller(key).tenant)
+                }
+                pins = await bench.llm.cache.pins()
+                assert {tuple(pin.key.tokens()) for pin in pins} <= named
+            for key in ("key-ann", "key-bob"):
+                for name in ("desk", "door"):
+                    await bench.call("DELETE", f"{PATH}/{name}", key=key)
+            assert not await bench.llm.cache.pins()
+        return statuses
+
+    assert {200, 404} <= run(main()) <= {200, 404, 409}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,8 +22,8 @@ from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.grammars.constraint import AnswerConstraints
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
-from ramify.server.history.expiring_store import ExpiringStore, Sized
-from ramify.server.history.named_values import NamedValues
+from ramify.server.history.expiring_store import ExpiringStore
+from ramify.server.history.named_values import NamedValues, TokenPrefix
 from ramify.server.history.stored_conversation import StoredConversation
 from ramify.server.history.stored_requests import (
     HistoryEntry,
@@ -117,8 +118,8 @@ class RequestService:
         )
         self.history: ExpiringStore[HistoryEntry] = ExpiringStore()  # by response id
         self.conversations: ExpiringStore[StoredConversation] = ExpiringStore()
-        self.prefixes: NamedValues[Sized] = NamedValues("prefix")
-        self.public_prefixes: NamedValues[Sized] = NamedValues("public prefix")
+        self.prefixes: NamedValues[TokenPrefix] = NamedValues("prefix")
+        self.public_prefixes: NamedValues[TokenPrefix] = NamedValues("public prefix")
         self.quotas = QuotaMeter()
         self.live, self.activity = LiveRequests(), Activity()
         self.has_several_tenants = False  # set by the server that has the keys
@@ -346,6 +347,21 @@ class RequestService:
         await self._evict_reasoning(generation)
         if generation.request.ends_session:
             await self.let_session_go(generation.caller.tenant, generation.request.session)
+        named = generation.request.prompt.named
+        if named is not None and named.is_pinned:
+            ids = generation.request.prompt.ids[: named.num_tokens]
+            await self.unpin_unnamed(ids, generation.caller.tenant)
+
+    async def unpin_unnamed(self, ids: array[int], tenant: str) -> None:
+        """End a tenant's pins of a prefix that no name has: requests in flight pin it after its end."""
+        pages = self._whole_pages(ids)
+        has_name = any(self._whole_pages(each.ids) == pages for each in self.prefixes.of(tenant))
+        if not has_name and pages:
+            with suppress(EngineStoppedError, NoReplicaError, ReplicaLostError):
+                await self.engine.cache.unpin_prefix(pages, owner=tenant)
+
+    def _whole_pages(self, ids: array[int]) -> list[int]:
+        return ids[: len(ids) // self.page_size * self.page_size].tolist()
 
     async def let_session_go(self, tenant: str, name: str) -> None:
         """End a session, if it is alive and the engine runs."""

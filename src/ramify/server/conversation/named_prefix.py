@@ -139,14 +139,16 @@ def with_span(
     if prefix is None:
         return prompt
     num_tokens, num_shared = len(prefix.ids), common_prefix(prompt.ids, prefix.ids)
-    prompt = replace(prompt, named=NamedSpan(prefix.name, num_tokens, num_shared))
-    if num_shared < num_tokens:
+    is_whole = num_shared == num_tokens
+    is_pinned = is_whole and not conversation.cache.salt and not prefix.is_public
+    prompt = replace(prompt, named=NamedSpan(prefix.name, num_tokens, num_shared, is_pinned))
+    if not is_whole:
         warnings.append(
             f"the prompt has the first {num_shared} of the {num_tokens} tokens of the prefix "
-            f"{prefix.name!r}: the chat template writes something else there, by an option such as "
-            "reasoning_effort or by the date"
+            f"{prefix.name!r}: the chat template writes something else there: for an option such as "
+            "reasoning_effort, for the date, or since it has tools before the last message"
         )
-    elif not conversation.cache.salt and not prefix.is_public:
+    elif is_pinned:
         pinned = CacheBreakpoint(num_tokens, prefix.ttl_s)
         prompt = replace(prompt, breakpoints=(pinned, *prompt.breakpoints))
     return prompt

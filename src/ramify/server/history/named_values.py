@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from array import array
+from typing import Generic, Protocol, TypeVar
 
 from ramify.server.errors import ApiError
 from ramify.server.history.expiring_store import Sized
@@ -14,6 +15,15 @@ MAX_TENANT_BYTES = 32 << 20
 MIB = 1 << 20
 
 V = TypeVar("V", bound=Sized)
+
+
+class TokenPrefix(Sized, Protocol):
+    """The beginning of prompts."""
+
+    @property
+    def ids(self) -> array[int]:
+        """Its token ids."""
+        ...
 
 
 class NamedValues(Generic[V]):

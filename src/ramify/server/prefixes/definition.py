@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any
@@ -75,10 +75,7 @@ def read_prefix(
         created=int(time.time()),
         definition=_encode_sorted(parts),
     )
-    prompts, warnings = _prompts(prefix, service, "" if is_public else tenant)
-    ids = prompts[0]
-    for other in prompts[1:]:
-        ids = ids[: common_prefix(ids, other)]
+    ids, warnings = _common_ids(prefix, service, "" if is_public else tenant)
     limit = min(service.max_model_len, service.engine.config.kv_cache_tokens)
     if len(ids) >= limit:
         raise PromptTooLongError(len(ids), limit)
@@ -139,25 +136,29 @@ def _messages_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields | {"input_schema": function.get("parameters")}
 
 
-def _prompts(
+def _common_ids(
     prefix: NamedPrefix, service: RequestService, tenant: str
-) -> tuple[list[array[int]], list[str]]:
-    """Token ids of requests with the prefix that differ in their first message; warnings of the first."""
-    first, *others = _requests(prefix)
-    request = to_generation(first, service, tenant)
-    prompts = [request.prompt.ids]
-    for conversation in others:
-        with suppress(RequestError):  # a template may refuse an answer that comes first
-            prompts.append(rendered(conversation, service, tenant)[0].prompt.ids)
-    return prompts, list(request.warnings)
+) -> tuple[array[int], list[str]]:
+    """The token ids that requests with the prefix begin with, and warnings of one of them.
 
-
-def _requests(prefix: NamedPrefix) -> Iterator[Conversation]:
-    """Requests as all APIs make them: consecutive messages of a role are joined in some."""
-    for text in FIRST_TEXTS:
+    Requests that differ in their first message, as all APIs make them: in some, consecutive messages of a
+    role are joined. One may begin with an answer; where the template then writes system prompt or tools
+    elsewhere, such requests have a prompt of their own.
+    """
+    texts = [_message("user", text) for text in FIRST_TEXTS]
+    first = to_generation(_request(prefix, texts[0], joins_roles=False), service, tenant)
+    ids = first.prompt.ids
+    for message in texts:
         for joins_roles in (False, True):
-            yield _request(prefix, _message("user", text), joins_roles=joins_roles)
-    yield _request(prefix, _message("assistant", "b"), _message("user", "c"), joins_roles=True)
+            conversation = _request(prefix, message, joins_roles=joins_roles)
+            prompt = rendered(conversation, service, tenant)[0].prompt
+            ids = ids[: common_prefix(ids, prompt.ids)]
+    answer_first = _request(prefix, _message("assistant", "b"), texts[0], joins_roles=True)
+    with suppress(RequestError):  # a template may refuse it
+        num_common = common_prefix(ids, rendered(answer_first, service, tenant)[0].prompt.ids)
+        if num_common >= len(ids) // 2:
+            ids = ids[:num_common]
+    return ids, list(first.warnings)
 
 
 def _request(prefix: NamedPrefix, *messages: Message, joins_roles: bool) -> Conversation:

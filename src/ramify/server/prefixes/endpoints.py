@@ -14,8 +14,7 @@ from ramify.server.context import RequestContext
 from ramify.server.conversation.conversation import NamedPrefix
 from ramify.server.conversation.named_prefix import NUM_QUOTED
 from ramify.server.errors import ApiError
-from ramify.server.history.expiring_store import Sized
-from ramify.server.history.named_values import NamedValues
+from ramify.server.history.named_values import NamedValues, TokenPrefix
 from ramify.server.prefixes.definition import PrefixRequest, read_prefix
 from ramify.server.prefixes.pages import compute, pinned_tokens, unpin
 from ramify.server.request_fields.unsupported_fields import Refused, UnsupportedFields
@@ -44,17 +43,21 @@ async def create_prefix(context: RequestContext) -> Response:
     for message in warnings:
         context.warn(message)
     values, tenant = _values(context, is_public=prefix.is_public)
-    _check_free(values.get(tenant, prefix.name), prefix, request)
-    values.check_room(tenant, prefix.name, prefix)
-    await compute(prefix, service, caller)
     earlier = values.get(tenant, prefix.name)
+    _check_free(earlier, prefix, request)
+    values.put(tenant, prefix.name, prefix)
     try:
-        _check_free(earlier, prefix, request)
-        values.put(tenant, prefix.name, prefix)
-    except ApiError:  # another request was sooner
+        await compute(prefix, service, caller)
+    except BaseException:
+        if values.get(tenant, prefix.name) is prefix:
+            values.remove(tenant, prefix.name)
+            if earlier is not None:
+                values.put(tenant, prefix.name, earlier)
         await unpin(prefix, service, caller.tenant)
         raise
-    if isinstance(earlier, NamedPrefix) and earlier.ids != prefix.ids:
+    if values.get(tenant, prefix.name) is not prefix:  # deleted or replaced meanwhile
+        await unpin(prefix, service, caller.tenant)
+    if isinstance(earlier, NamedPrefix):
         await unpin(earlier, service, caller.tenant)
     [payload] = await _as_json([prefix], context)
     return context.json(payload)
@@ -67,7 +70,7 @@ def _read(
     return read_prefix(request, context.service, tenant, is_anthropic=is_anthropic)
 
 
-def _check_free(earlier: Sized | None, prefix: NamedPrefix, request: PrefixRequest) -> None:
+def _check_free(earlier: TokenPrefix | None, prefix: NamedPrefix, request: PrefixRequest) -> None:
     """Refuse another definition under a name that is taken; the same one is computed again."""
     if request.replace or not isinstance(earlier, NamedPrefix):
         return
@@ -80,7 +83,7 @@ def _check_free(earlier: Sized | None, prefix: NamedPrefix, request: PrefixReque
         )
 
 
-def _values(context: RequestContext, *, is_public: bool) -> tuple[NamedValues[Sized], str]:
+def _values(context: RequestContext, *, is_public: bool) -> tuple[NamedValues[TokenPrefix], str]:
     """Where a name is, and for which tenant."""
     if is_public:
         return context.service.public_prefixes, ""

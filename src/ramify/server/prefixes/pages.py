@@ -21,7 +21,7 @@ async def compute(prefix: NamedPrefix, service: RequestService, caller: Caller) 
     """Compute a prefix at every engine, and pin its whole pages; counts for the tenant's quota.
 
     Raises:
-        ApiError: 409, it cannot be pinned, and nothing of it is; 429, the quota is used up; 503, it
+        ApiError: 409, it cannot be pinned; some of it may be; 429, the quota is used up; 503, it
             cannot be computed now.
     """
     num_whole = len(_whole_pages(prefix, service))
@@ -46,7 +46,6 @@ async def compute(prefix: NamedPrefix, service: RequestService, caller: Caller) 
         )
     [num_pinned] = await pinned_tokens([prefix], service, caller.tenant)
     if num_pinned < num_whole:
-        await unpin(prefix, service, caller.tenant)
         raise ApiError(
             409,
             f"the {num_whole} tokens of the prefix {prefix.name!r} cannot be pinned beside what is pinned "
@@ -66,11 +65,7 @@ async def _warm(prefix: NamedPrefix, service: RequestService, caller: Caller) ->
     prompt = WarmPrompt(
         ids, tenant=tenant, retention=retention, pin_share=service.pin_share(caller)
     )
-    try:
-        return await cache.warm([prompt])
-    except BaseException:
-        await cache.unpin_prefix(ids, owner=tenant)
-        raise
+    return await cache.warm([prompt])
 
 
 async def _share(prefix: NamedPrefix, service: RequestService) -> WarmupResult:
@@ -94,19 +89,14 @@ async def share_again(service: RequestService) -> None:
 
 
 async def unpin(prefix: NamedPrefix, service: RequestService, tenant: str) -> None:
-    """End the pins of a prefix, unless another name of the tenant has the same pages."""
-    owner, names = tenant, service.prefixes.of(tenant)
-    if prefix.is_public:
-        owner, names = PUBLIC, service.public_prefixes.of("")
-    ids = _whole_pages(prefix, service)
-    is_shared = any(
-        isinstance(other, NamedPrefix)
-        and other.name != prefix.name
-        and _whole_pages(other, service) == ids
-        for other in names
-    )
-    if ids and not is_shared:
-        await service.engine.cache.unpin_prefix(ids, owner=owner)
+    """End the pins of a prefix whose name is gone, unless another name has the same pages."""
+    if not prefix.is_public:
+        await service.unpin_unnamed(prefix.ids, tenant)
+        return
+    pages = _whole_pages(prefix, service)
+    others = [each for each in service.public_prefixes.of("") if isinstance(each, NamedPrefix)]
+    if pages and all(_whole_pages(other, service) != pages for other in others):
+        await service.engine.cache.unpin_prefix(pages, owner=PUBLIC)
 
 
 async def pinned_tokens(

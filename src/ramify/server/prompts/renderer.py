@@ -72,11 +72,13 @@ class NamedSpan:
         num_tokens: of the prefix.
         num_shared: of these, how many the prompt begins with: all, unless the request sets variables
             that the chat template writes before them.
+        is_pinned: the request asks to pin them, if they are not.
     """
 
     name: str
     num_tokens: int
     num_shared: int
+    is_pinned: bool = False
 
     def as_json(self, num_read: int) -> dict[str, Any]:
         """For a client: name, length, and how many of its tokens `num_read` tokens of the prompt cover."""
