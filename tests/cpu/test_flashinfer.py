@@ -1,6 +1,7 @@
 """FlashInfer's wrappers, by a stand-in that computes from the arguments it gets: parity, and the calls."""
 
 import ast
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.backends.flashinfer import (
     NUM_STAGES,
     FlashInferBackend,
+    reason_not_importable,
     reason_not_servable,
     reason_too_old,
 )
@@ -113,6 +115,19 @@ def test_what_it_cannot_compute_has_a_reason(changes: dict[str, Any], words: str
     reason = reason_not_servable(spec_of(**(BF16 | changes)))
 
     assert reason is not None and words in reason
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its parts have different versions; not an error of the engine."""
+    (tmp_path / "flashinfer.py").write_text(
+        "raise RuntimeError('parts of 0.6 and 0.7\\nsee there')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+
+    assert reason_not_importable() == "flashinfer cannot be imported: parts of 0.6 and 0.7"
 
 
 def test_what_an_old_package_lacks_has_a_reason() -> None:

@@ -75,7 +75,7 @@ class FlashInferBackend:
             return reason
         if (reason := reason_not_servable(spec)) is not None:
             return reason
-        return reason_too_old(spec, import_module("flashinfer"))
+        return reason_not_importable() or reason_too_old(spec, import_module("flashinfer"))
 
     def exactness(self) -> list[Exactness]:
         """See `AttentionBackend.exactness`."""
@@ -184,6 +184,16 @@ class FlashInferBackend:
         else:
             wrapper.run(rows, kv, out=out[:count])
         return out
+
+
+def reason_not_importable() -> str | None:
+    """None, or what the import of flashinfer raises: it compares the versions of its parts."""
+    try:
+        import_module("flashinfer")
+    except (ImportError, RuntimeError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"flashinfer cannot be imported: {lines[0]}"
+    return None
 
 
 def reason_too_old(spec: AttentionSpec, library: Any) -> str | None:
