@@ -163,11 +163,11 @@ def audit(tools: Path) -> None:
         raise SystemExit(f"pip-audit failed:\n{done.stderr}")
     packages = json.loads(done.stdout)["dependencies"]
     hit = [f"{item['name']} {item['version']}" for item in packages if item.get("vulns")]
-    asked = [item for item in packages if "skip_reason" not in item]
+    looked_up = [item for item in packages if "skip_reason" not in item]
     say(
-        f"pip-audit: {len(asked)} of {len(pinned)} pinned versions looked up, {len(hit)} with advisories"
+        f"pip-audit: {len(looked_up)} of {len(pinned)} pinned versions looked up, {len(hit)} with advisories"
     )
-    if len(asked) < len(pinned):
+    if len(looked_up) < len(pinned):
         say(
             "the others were not: this index has no advisories. Run it again where pypi.org answers."
         )
