@@ -98,6 +98,8 @@ def batch_variant_scores(
         for group in plan.groups:
             columns = scored.scores(plan, group, query, pool.planes(0))[:, :most_keys]
             out[group.start : group.stop, : columns.shape[1]] = columns
+        # Where every row sees one key, nothing is scored.
+        out[torch.from_numpy(batch.positions == 0).to(device)] = 0.0
         return out
 
     return sorted(_variant_requests(score, spec.page_size, requests))
