@@ -180,6 +180,26 @@ def test_chunks_of_a_prompt_are_begun_ahead(
     bench.assert_nothing_leaked()
 
 
+def test_decodes_leave_a_prompt_its_share_of_steps_ahead_too() -> None:
+    """Beside 15 decodes in a budget of 16, a prompt gets two tokens a step, as without overlap."""
+    num_steps = []
+    for overlaps in (False, True):
+        bench = Bench(max_batch_tokens=16)
+        if overlaps:
+            overlapping(bench, LateDevice(bench.device))
+        for i in range(15):
+            bench.add([i + 1, 2], max_tokens=90, ignore_eos=True)
+        for _ in range(4):
+            bench.step()
+        key, begin = bench.add(list(range(1, 41)), max_tokens=1), bench.core.num_steps
+        while key not in bench.outputs:
+            bench.step()
+        num_steps.append(bench.core.num_steps - begin)
+
+    assert num_steps[0] < 21
+    assert num_steps[1] <= num_steps[0] + 1
+
+
 @pytest.mark.parametrize(
     "params", [{"prompt_logprobs": 0}, {"prompt_embedding": True, "max_tokens": 0}, {"n": 2}]
 )

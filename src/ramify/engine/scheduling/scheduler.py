@@ -197,7 +197,8 @@ class Scheduler:
         decodes, prompts = selected
         work, num_decodes = [(request, 1) for request in decodes], len(decodes)
         left = self.max_batch_tokens - num_decodes
-        if left < (1 if prompts else 0):  # they take turns
+        reserved = max(1, self.max_batch_tokens // PREFILL_SHARE) if prompts else 0
+        if left < reserved:  # they take turns
             return None
         if prompts:
             work += self._prefill.choose(prompts, left, num_free_rows=0, num_decodes=num_decodes)[0]
