@@ -1,5 +1,10 @@
 """A page as bytes: all planes of all layers, bit for bit, and no other page."""
 
+import sys
+import time
+from collections.abc import Iterator
+from threading import Thread
+
 import pytest
 import torch
 
@@ -62,3 +67,32 @@ def test_a_buffer_of_another_size_is_refused() -> None:
             copy(1, short)
     with pytest.raises(ConfigError, match="read-only"):
         device.read_page(1, memoryview(bytes(device.page_bytes)))
+
+
+@pytest.fixture
+def _no_forced_switches() -> Iterator[None]:
+    """A thread that holds the interpreter's lock keeps it until it gives it up."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_no_forced_switches")
+def test_a_copy_hands_the_interpreter_to_no_other_thread() -> None:
+    """The engine's thread would wait until it gets the lock back, at each piece of a page."""
+    device = PageBytes(KVPool(KVLayout.mha(1, 1, 64), 1, 1 << 16))  # pieces of 16 MB
+    buffer = memoryview(bytearray(device.page_bytes))
+    turns: list[float] = []
+
+    def run() -> None:
+        time.sleep(0.001)
+        turns.append(time.perf_counter())
+
+    for copy in (device.read_page, device.write_page):
+        thread = Thread(target=run)
+        thread.start()
+        copy(0, buffer)
+        assert not turns
+        thread.join()
+        turns.clear()

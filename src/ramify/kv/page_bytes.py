@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import memmove
+from ctypes import PyDLL, c_size_t, c_void_p
 
 import numpy as np
 import torch
@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 
 from ramify.errors import ConfigError
 from ramify.kv.pool import KVPool
+
+# A PyDLL's calls keep the interpreter's lock. NumPy, and `ctypes.memmove`, would hand it to the tiers'
+# threads at each piece of a page.
+_memmove = PyDLL(None).memmove
+_memmove.argtypes, _memmove.restype = (c_void_p, c_void_p, c_size_t), None
 
 
 class PageBytes:
@@ -45,16 +50,15 @@ class PageBytes:
         if into.readonly:
             raise ConfigError("a page cannot be copied into a read-only buffer")
         target = self._address(page, into)
-        # `memmove` keeps the interpreter's lock: NumPy would hand it to the tiers' threads at each piece.
         for begin, size in self._pieces:
-            memmove(target, begin + page * size, size)
+            _memmove(target, begin + page * size, size)
             target += size
 
     def write_page(self, page: int, data: memoryview) -> None:
         """Copy a buffer of `page_bytes` bytes into a page of the pool."""
         source = self._address(page, data)
         for begin, size in self._pieces:
-            memmove(begin + page * size, source, size)
+            _memmove(begin + page * size, source, size)
             source += size
 
     def _address(self, page: int, data: memoryview) -> int:
