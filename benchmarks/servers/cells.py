@@ -97,9 +97,14 @@ CELLS = {
         ),
     )
 }  # fmt: skip
-# Off the clock, after a server has started: kernels, threads, connections.
+# Off the clock, after a server has started.
 WARM_UP = Cell("warm-up", "", 16, 16, repeated_prefixes(16, 256, 32))
 WARM_UP_SEED = 7
+
+
+def warm_up_chats(count_tokens: CountTokens) -> Chats:
+    """The same of the SDK."""
+    return questions(WARM_UP_SEED, count_tokens, num_tokens=200, count=4, num_new=16)
 
 
 def in_order(names: list[str]) -> list[Cell]:

@@ -34,7 +34,7 @@ METHOD = """\
 All servers are up and take turns, one at a time, in reversed order from round to round; clients and servers share
 the cores. Every round has new prompts, the same for each server, so caches are cold at its beginning. Prefix caching
 is on everywhere; each server has {kv_gib} GiB for K/V and {threads} threads. Answers are greedy and equally long
-(temperature 0, `ignore_eos`). After its start, and off the clock, each server answers a burst of 16 requests.
+(temperature 0, `ignore_eos`). After its start, and off the clock, each server answers 16 requests and 4 chats.
 bf16 is the published Q4_1 file, widened. {no_q4} Completions are sent by `vllm bench serve`; it has no dataset with
 several turns, so chats are sent by OpenAI's SDK.
 

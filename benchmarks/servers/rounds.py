@@ -16,7 +16,7 @@ from engines.workloads import Task
 from openai import OpenAIError
 
 from servers.bench_client import BenchClient
-from servers.cells import WARM_UP, WARM_UP_SEED, Cell
+from servers.cells import WARM_UP, WARM_UP_SEED, Cell, warm_up_chats
 from servers.chat_client import send_chats
 from servers.chats import CountTokens
 from servers.contract import ClientFigures, Launch, ModelFiles, Offline, Sample, ServerEntry
@@ -24,6 +24,8 @@ from servers.launches import launch, program_of
 from servers.own_figures import own_figures
 from servers.running import RunningServer, free_port
 
+# What a cell can end with; the next cells are measured all the same.
+FAILURES = (RuntimeError, TimeoutError, TooSlowError, ProcessGoneError, OpenAIError, OSError)
 EncodeChat = Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
 PROMPTS_S = 60.0
 SETTLE_S = 0.3  # until a server has counted the response that it has sent
@@ -64,6 +66,11 @@ class Client:
             )
         return figures
 
+    def warm_up(self, url: str) -> None:
+        """Both clients' first requests, off the clock: imports, kernels, threads, templates."""
+        self.send(WARM_UP, WARM_UP_SEED, url)
+        send_chats(url, warm_up_chats(self.count_tokens), self.limit_s)
+
     def prompts(self, cell: Cell, seed: int) -> list[list[int]]:
         """The requests of a cell as token ids."""
         if cell.options:
@@ -102,8 +109,8 @@ class Rounds:
         try:
             server = RunningServer(entry, command, port, python_path, limit_s)
             self._servers[entry.name] = server
-            self._client.send(WARM_UP, WARM_UP_SEED, server.url)
-        except (AbsentError, RuntimeError) as reason:
+            self._client.warm_up(server.url)
+        except (AbsentError, *FAILURES) as reason:
             self.absent[entry.name] = str(reason)
             return
         self.start_s[entry.name] = server.start_s
@@ -144,9 +151,7 @@ class Rounds:
             )
             if cell.has_offline:
                 sample = replace(sample, offline=self._offline(server.entry, cell, seed))
-        except (
-            RuntimeError, TimeoutError, TooSlowError, ProcessGoneError, OpenAIError, OSError,
-        ) as error:  # fmt: skip
+        except FAILURES as error:
             self.failed[key] = f"{type(error).__name__}: {error}"[:300]
             _note(f"{cell.name} {name}: {self.failed[key]}")
             return
