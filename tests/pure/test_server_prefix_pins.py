@@ -1,0 +1,80 @@
+"""Pins of named prefixes: none is left without a name, and none with a name ends."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ramify.engine.cache_admin.async_view import AsyncCacheView
+from ramify.engine.cache_admin.warmup import WarmupResult
+from tests.pure.async_bench import Gate
+from tests.pure.cluster_bench import until
+from tests.pure.prefix_requests import CHAT, PATH, QUESTION, SYSTEM, body, define, error_of
+from tests.pure.server_bench import Answer, ServerBench, run
+
+
+def test_a_request_does_not_pin_a_prefix_that_is_deleted_while_it_waits() -> None:
+    """It was sent before, and is computed after: no pin is left that nobody could end."""
+    bench = ServerBench()
+    gate = Gate(bench.device)
+    bench.core.executor = gate
+
+    async def main() -> None:
+        async with bench.running():
+            await define(bench, system=SYSTEM)
+            gate.is_open = False
+            first = asyncio.create_task(bench.post(CHAT, body(CHAT, QUESTION)))
+            await gate.arrive()
+            second = asyncio.create_task(bench.post(CHAT, body(CHAT, QUESTION, prefix="desk")))
+            await until(lambda: bench.service.live.num_waiting(None) == 2)
+            deleting = asyncio.create_task(bench.call("DELETE", f"{PATH}/desk"))
+            await until(lambda: not bench.service.prefixes.of(""))
+            gate.open()
+            assert [(await each).status for each in (first, second, deleting)] == [200] * 3
+            assert not await bench.llm.cache.pins()
+
+    run(main())
+
+
+def test_a_replacement_with_the_same_whole_pages_stays_pinned() -> None:
+    """Only the tokens behind the last whole page differ."""
+    bench = ServerBench()
+    texts = [SYSTEM + "Be brief." + " Now" * count for count in range(16)]
+
+    async def main() -> tuple[Answer, Answer]:
+        async with bench.running():
+            before = await define(bench, system=texts[0])
+            for text in texts[1:]:
+                after = await define(bench, system=text, replace=True)
+                if after.json["tokens"] // 16 == before.json["tokens"] // 16:
+                    return before, await bench.call("GET", f"{PATH}/desk")
+                before = after
+            raise AssertionError("each text has another number of pages")
+
+    before, after = run(main())
+
+    assert before.json["tokens"] != after.json["tokens"]
+    assert after.json["pinned_tokens"] == after.json["tokens"] // 16 * 16
+
+
+def test_a_prefix_that_one_engine_could_not_compute_is_pinned_at_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """503, and neither name nor pin, though other engines have pinned it."""
+    bench = ServerBench()
+    warm = AsyncCacheView.warm
+
+    async def failing(view: AsyncCacheView, prompts: Any) -> WarmupResult:
+        return replace(await warm(view, prompts), num_failed=1, errors=("a replica is lost",))
+
+    monkeypatch.setattr(AsyncCacheView, "warm", failing)
+
+    async def main() -> Answer:
+        async with bench.running():
+            answer = await define(bench, system=SYSTEM)
+            assert not await bench.llm.cache.pins()
+            assert not bench.service.prefixes.of("")
+            return answer
+
+    assert error_of(run(main()))[0] == 503
