@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.server.prompts.prompt_rules import RULES, Target, rules_named, take_out
+from ramify.server.prompts.prompt_rules import MAX_TEXT_CHARS, RULES, Target, rules_named, take_out
 from ramify.server.run import ServeInputs, ServeOptions
 from tests.pure.prefix_requests import (
     APIS,
@@ -115,6 +115,17 @@ def test_hostile_text_takes_linear_time() -> None:
             take_out(text, rules_named(RULES))
 
     assert time.perf_counter() - begin_s < 5.0
+
+
+def test_a_text_beyond_the_limit_stays_but_for_what_is_not_for_the_model() -> None:
+    """No real system prompt is so long, and a search would hold up everybody."""
+    header, date = "x-anthropic-billing-header: cc=1;\n", "Today's date: 2026-11-30\n"
+    rest = "a" * MAX_TEXT_CHARS
+
+    text, pieces = take_out(header + date + rest, rules_named(RULES))
+
+    assert text == date + rest
+    assert [rule.name for rule, _ in pieces] == ["billing-header"]
 
 
 def test_names_of_rules_are_checked_before_the_model_loads() -> None:

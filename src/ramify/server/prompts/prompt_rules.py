@@ -21,6 +21,9 @@ from ramify.errors import ConfigError
 
 Span = tuple[int, int]
 MAX_VALUE_CHARS = 80  # of a date, a time or an id
+# Of a text that rules are applied to: a search holds up all other requests, 0.2 s for this much of the
+# worst text.
+MAX_TEXT_CHARS = 1 << 18
 
 
 class Target(Enum):
@@ -206,8 +209,11 @@ def rules_named(names: Iterable[str]) -> tuple[PromptRule, ...]:
 def take_out(text: str, rules: Sequence[PromptRule]) -> tuple[str, list[tuple[PromptRule, str]]]:
     """A text without what rules take out, and the pieces with their rules.
 
-    A piece goes with the line feed behind it, at the end of the text with that before it.
+    A piece goes with the line feed behind it, at the end of the text with that before it. Of a text longer
+    than `MAX_TEXT_CHARS`, only what is not for the model is taken out.
     """
+    if len(text) > MAX_TEXT_CHARS:
+        rules = [rule for rule in rules if rule.target is Target.NOWHERE]
     pieces: list[tuple[PromptRule, str]] = []
     for rule in rules:
         left: list[str] = []
