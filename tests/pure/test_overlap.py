@@ -269,6 +269,34 @@ def test_a_tenant_is_not_charged_for_a_chunk_behind_a_failure() -> None:
     assert served[0] == served[1] > 0
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_tenant_is_charged_once_for_a_step_that_is_planned_again(
+    is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ahead that could not be begun, or that was dropped for another executor."""
+    bench = Bench(max_batch_tokens=5)
+    device = LateDevice(bench.device)
+    overlapping(bench, device)
+    bench.add([1, 2, 3], max_tokens=3, ignore_eos=True, tenant="bob")
+    bench.run()
+    key = bench.add(list(range(1, 19)), max_tokens=2, ignore_eos=True, tenant="ann")
+    request = bench.core.live[-1]
+
+    def fails(_: Any) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("no")
+
+    if not is_begun:
+        monkeypatch.setattr(device, "begin_ahead", fails)
+    bench.step()
+    if is_begun:
+        bench.core.executor = LateDevice(bench.device)
+    output = bench.run()[key]
+
+    assert list(output.token_ids) == expected(list(range(1, 19)), 2, ends=())
+    assert bench.core.scheduler.waiting.num_served(request) == 18 + 1
+
+
 def test_min_tokens_counts_the_token_in_flight() -> None:
     """Stop tokens are forbidden in as many rows as `min_tokens` leaves, late tokens counted."""
     processor = LogitsProcessor(

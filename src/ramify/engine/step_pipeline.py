@@ -100,8 +100,10 @@ class StepPipeline:
         if step is None:
             return
         # Also where all its requests have ended: until it is finished it computes.
-        planned = [request.sequence for request in step.still_planned().requests]
-        self._context.planner.ahead.undo(planned)
+        planned = step.still_planned().requests
+        self._context.planner.ahead.undo([request.sequence for request in planned])
+        ended = [request for request in step.scheduled.requests if request not in planned]
+        self._context.scheduler.refund_ahead(step.scheduled, ended)
         try:
             self._context.executor.finish()
         except Exception as error:  # noqa: BLE001 - what it had computed is not wanted
@@ -162,6 +164,7 @@ class StepPipeline:
             executor.begin_ahead(plan)
         except Exception as error:  # noqa: BLE001 - the step before is not affected
             context.planner.ahead.cancel(step.sequences)
+            context.scheduler.refund_ahead(scheduled, ())
             recovery.ahead_failed(scheduled, error)
             self._num_paused = PAUSE_STEPS
             return None

@@ -219,7 +219,7 @@ class Scheduler:
     def refund_ahead(self, step: ScheduledStep, going_on: Iterable[Request]) -> None:
         """Take back what tenants were charged for a step ahead, but for the requests that go on.
 
-        The others have ended or failed: their tokens ahead are dropped.
+        The tokens ahead of the others are dropped: they have ended or failed, or the step is planned again.
         """
         kept, ends = set(going_on), step.batch.cu_seqlens_q.tolist()
         for request, begin, end in zip(step.requests, ends, ends[1:], strict=False):
