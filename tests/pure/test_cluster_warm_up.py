@@ -152,6 +152,36 @@ def test_a_part_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCapt
     assert "replica 9: a prompt was not warmed: refused" in messages
 
 
+def test_what_is_forgotten_meanwhile_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes that are deleted while a replica that has joined computes those before them."""
+    computed, called = list[Any](), list[Any]()
+
+    async def main() -> None:
+        async def compute(prompt: WarmPrompt, replica: RemoteReplica) -> Any:
+            computed.append(prompt.prompt)
+            if prompt.prompt == [1, 2]:
+                warm_up.forget_pinned(PUBLIC, [1, 2])
+                warm_up.forget_pinned("ann", [5, 6])
+            return ValueError("refused")
+
+        async def call(self: RemoteReplica, call: Any) -> None:
+            called.append(call)
+
+        monkeypatch.setattr(RemoteReplica, "call", call)
+        cluster: Any = None
+        warm_up = WarmUp(LeastLoaded(), compute)
+        warm_up.declare_public([[1, 2]])
+        kept, gone = (WarmPrompt(ids, "ann", retention=((2, None),)) for ids in ([3, 4], [5, 6]))
+        warm_up.remember([gone, kept])
+        warm_up.begin(RemoteReplica("9", 9, "127.0.0.1:1", cluster, Credentials()))
+        await until(lambda: [3, 4] in computed)
+        await warm_up.close()
+
+    run(main())
+    assert computed == [[1, 2], [3, 4]]
+    assert called == []
+
+
 def test_public_prefixes_and_warm_prompts_reach_replicas_that_join_later() -> None:
     """Pinned and shared by all tenants there, as at those that were there."""
     bench = ClusterBench(2)

@@ -103,11 +103,14 @@ class WarmUp:
             return
         prefixes = [*self._public]
         results = [await self._compute(WarmPrompt(ids.tolist()), replica) for ids in prefixes]
-        await replica.call(PinPublicPrefixes(prefixes, WarmupResult.of(results)))
+        # Some may have been forgotten meanwhile.
+        if remaining := [ids for ids in prefixes if ids in self._public]:
+            await replica.call(PinPublicPrefixes(remaining, WarmupResult.of(results)))
 
     async def _compute_prompts(self, replica: RemoteReplica) -> None:
         for prompt in [*self._prompts]:
-            self._log(replica, await self._compute(prompt, replica))
+            if prompt in self._prompts:  # else it was forgotten meanwhile
+                self._log(replica, await self._compute(prompt, replica))
 
     async def _compute_hot(self, replica: RemoteReplica) -> None:
         if replica.welcome is None:
