@@ -7,7 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ramify.cluster.client import ClusterLLM
+from ramify.cluster.remote_replica import RemoteReplica
 from ramify.cluster.replica import Replica
+from ramify.engine.cache_admin.warmup import WarmPrompt
+from ramify.errors import ReplicaLostError
+from ramify.outputs import RequestOutput
 from tests.pure.cluster_bench import run, until
 from tests.pure.prefix_requests import CHAT, PATH, QUESTION, SYSTEM, body, cache_of, define
 from tests.pure.server_bench import TOOL_TEMPLATE, ServerBench
@@ -57,5 +61,49 @@ def test_every_engine_pins_a_prefix_until_it_is_deleted(is_public: bool) -> None
                 assert await pinned(bench, bench.other, late) == [0, 0, 0]
             assert not client._warm_up._prompts
             assert not client._warm_up._public
+
+    run(main())
+
+
+def test_what_an_engine_could_not_compute_is_pinned_at_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of two engines is lost meanwhile: 503, no name, no pins, nothing for those that join."""
+    compute = ClusterLLM._warm_one
+
+    async def warm_one(
+        self: ClusterLLM, prompt: WarmPrompt, replica: RemoteReplica
+    ) -> RequestOutput | Exception:
+        output = await compute(self, prompt, replica)
+        is_first = replica is next(iter(self.dispatch.replicas.values()))
+        return ReplicaLostError("planted") if is_first else output
+
+    monkeypatch.setattr(ClusterLLM, "_warm_one", warm_one)
+
+    async def main() -> None:
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        async with bench.serving() as client:
+            defined = await define(bench, system=SYSTEM)
+            assert defined.status == 503
+            assert await pinned(bench, bench.other) == [0, 0]
+            assert not client._warm_up._prompts
+
+    run(main())
+
+
+def test_a_prefix_that_is_deleted_while_no_engine_is_there_is_pinned_at_none_that_joins() -> None:
+    """Nobody could end such a pin: its name is gone."""
+
+    async def main() -> None:
+        bench = ClusterServer(chat_template=TOOL_TEMPLATE)
+        async with bench.serving() as client:
+            assert (await define(bench, system=SYSTEM)).status == 200
+            assert client._warm_up._prompts
+            for replica in client.dispatch.replicas.values():
+                replica.welcome = None
+
+            assert (await bench.call("DELETE", f"{PATH}/desk")).status == 200
+
+            assert not client._warm_up._prompts
 
     run(main())
