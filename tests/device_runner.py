@@ -2,9 +2,9 @@
 
 Every engine that a test makes then computes as on a device that has torch's operations: `ops="torch"`
 where the test names none (quantised weights stay with the CPU's, which alone compute with them), and
-`DeviceExecutor` in place of `LocalExecutor`. With `device-ahead` decode
-steps are also begun before the step in front has ended. `tests/device_suites.toml` lists the suites, and
-what of them cannot run so, with the reason.
+`DeviceExecutor` in place of `LocalExecutor`. With `device-ahead` steps are also begun before the step in
+front has ended. `tests/device_suites.toml` lists the suites, and what of them cannot run so, with the
+reason.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def as_on_device(requested: EngineConfig, runner: str) -> EngineConfig:
 
 
 def _is_quantised(requested: EngineConfig) -> bool:
-    """Whether the weights are integers, which torch's operations do not compute with."""
+    """Whether the weights are integers, or rows are said to be: torch's operations compute with neither."""
     from ramify.models.checkpoint.find import find_checkpoint
     from ramify.models.gguf.container import is_gguf
 
     options = requested.model
     path = find_checkpoint(options.model, revision=options.revision, offline=options.offline)
-    if options.quantize not in ("off", "widen") or is_gguf(path):
+    if options.quantize not in ("off", "widen") or options.activations != "int16" or is_gguf(path):
         return True
     config = path / "config.json"
     return config.exists() and "quantization_config" in config.read_text("utf-8")
