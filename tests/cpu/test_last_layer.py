@@ -236,8 +236,8 @@ def test_a_nonfinite_row_fails_its_request_sampled_or_not(
     assert not sound.failed
     forward = runner.forward
 
-    def damaged(plan: StepPlan) -> Tensor:
-        hidden = forward(plan).clone()
+    def damaged(plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
+        hidden = forward(plan, late_ids).clone()
         hidden[1, 3] = torch.inf
         return hidden
 
