@@ -19,7 +19,7 @@ from ramify.server.batches.journal import ResultJournal
 from ramify.server.batches.lines import LineAnswer, OpenAiLines
 from ramify.server.batches.plan import BatchPlan
 from ramify.server.batches.prefix_order import num_answers, prefix_key
-from ramify.server.batches.records import BatchRecord, Result
+from ramify.server.batches.records import BatchRecord, Result, StoredFile
 from ramify.server.batches.slots import LineSlots
 from ramify.server.batches.store import BatchStore
 from ramify.server.live_requests import LiveRequests
@@ -204,6 +204,35 @@ def test_what_is_sent_again(tmp_path: Path, answers: list[LineAnswer], num_error
     assert ended.status == "completed"
     assert (ended.counts.errored, ended.counts.succeeded) == (num_errors, 1 - num_errors)
     assert next(left, None) is None
+
+
+def test_results_of_an_unfinished_batch_are_in_use(tmp_path: Path) -> None:
+    """They are published before its end; were they deleted, all of its lines would run again."""
+    output = StoredFile(
+        id=NAMES[0],
+        tenant="ann",
+        filename="output.jsonl",
+        purpose="batch_output",
+        num_bytes=0,
+        created_at=0,
+        expires_at=2**40,
+    )
+
+    async def users_by_status() -> list[BatchRecord | None]:
+        directory = BatchDirectory(tmp_path)
+        store = BatchStore(directory, max_bytes=1 << 20, max_tenant_bytes=1 << 20)
+        await store.add_file(output)
+        users: list[BatchRecord | None] = []
+        for status in ("finalizing", "completed"):
+            await store.add_batch(record(status=status))
+            users.append(store.user_of(output))
+        directory.close()
+        return users
+
+    during, after = asyncio.run(users_by_status())
+
+    assert during is not None and during.id == record().id
+    assert after is None
 
 
 def test_slots_yield_to_other_requests() -> None:

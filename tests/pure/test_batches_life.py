@@ -13,8 +13,10 @@ import openai
 import pytest
 
 from ramify.errors import ConfigError
+from ramify.server.app import Server
 from ramify.server.batches import batch_run
 from ramify.server.batches.directory import BatchDirectory
+from ramify.server.batches.lines import LineAnswer
 from ramify.server.batches.records import BatchRecord
 from ramify.server.batches.runner import BatchRunner
 from ramify.server.generation import Generation
@@ -220,6 +222,45 @@ def test_quotas_of_a_tenant_count_its_batches_by_themselves(tmp_path: Path) -> N
         asking.join()
         assert answers[0].status_code == 200
         assert end_of(client, batch).request_counts.completed == 4
+
+
+def test_a_batch_that_its_quota_holds_up_holds_up_no_others(tmp_path: Path) -> None:
+    """Lines that are refused for minutes have no rows meanwhile; another tenant's batch ends."""
+    quota = Quota(tokens_per_minute=1)  # the first line uses up many minutes
+    entries = {hash_key("ann"): Caller("ann", quota=quota), hash_key("bob"): Caller("bob")}
+    options: dict[str, Any] = {"batch_dir": tmp_path, "max_num_seqs": 4}
+    with (
+        live(ApiKeys(entries), **options) as server,
+        client_of(server, "ann") as ann,
+        client_of(server, "bob") as bob,
+    ):
+        held_up = begin(ann, city_lines(12))
+        until(lambda: answered(server) > 0)
+        assert end_of(bob, begin(bob, city_lines(6))).request_counts.completed == 6
+        assert ann.batches.retrieve(held_up.id).status == "in_progress"
+        ann.batches.cancel(held_up.id)
+        assert end_of(ann, held_up).status == "cancelled"
+
+
+def test_lines_are_no_more_at_once_than_the_quota_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So none of them is refused, and sent again after a wait."""
+    statuses: list[int] = []
+    answer_line = Server.answer_line
+
+    async def noted(server: Server, path: str, body: bytes, caller: Caller) -> LineAnswer:
+        answer = await answer_line(server, path, body, caller)
+        statuses.append(answer.status)
+        return answer
+
+    monkeypatch.setattr(Server, "answer_line", noted)
+    keys = ApiKeys({hash_key("ann"): Caller("ann", quota=Quota(max_requests=1))})
+    options: dict[str, Any] = {"batch_dir": tmp_path, "max_num_seqs": 16}
+    with live(keys, **options) as server, client_of(server, "ann") as client:
+        assert end_of(client, begin(client, city_lines(12))).request_counts.completed == 12
+
+    assert statuses == [200] * 12
 
 
 def test_a_file_that_a_batch_reads_is_not_deleted(tmp_path: Path) -> None:

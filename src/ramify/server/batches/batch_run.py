@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from ramify.server.batches.records import (
     Status,
     StoredFile,
 )
-from ramify.server.batches.slots import LineSlots
+from ramify.server.batches.slots import HeldRows, LineSlots
 from ramify.server.batches.store import BatchStore
 from ramify.server.errors import ApiError
 from ramify.server.tenants import Caller
@@ -35,6 +36,7 @@ MAX_FAILURES = 3  # answers of 500 to the same line, before that is its result
 MAX_WAIT_S = 30.0  # before an overloaded server is asked again
 FULL_DISK_S = 10.0  # between two looks for room, of a batch that has none for its results
 ROOM_BYTES = 1 << 14  # with which it goes on
+MAX_REFUSED = 8  # lines that wait to be sent again, before others have to wait as well
 NUM_TOGETHER = 1000  # results of lines that were never run, in one write
 
 Call = Callable[[str, bytes, Caller], Awaitable[LineAnswer]]
@@ -73,6 +75,7 @@ class BatchRun:
         self._is_cancelled, self._changing = asyncio.Event(), asyncio.Lock()
         self._journal: ResultJournal | None = None
         self._last_plan: BatchPlan | None = None
+        self._refused = asyncio.Semaphore(MAX_REFUSED)
         if batch.status == "cancelling":
             self._is_cancelled.set()
 
@@ -186,15 +189,25 @@ class BatchRun:
         """Answer the lines that have no result, in the order of their prefixes."""
         plan = await self._plan()
         journal = await self._open_journal(plan)
+        # More at once than the quota allows would be refused, and sent again much later.
+        most = caller.quota.max_requests
+        live = asyncio.Semaphore(len(plan) if most is None else max(1, most))
+
+        def end(rows: HeldRows, _: asyncio.Task[None]) -> None:
+            rows.release()
+            live.release()
+
         try:
             async with asyncio.TaskGroup() as group:
                 for number in plan.order:
                     if journal.is_done[number]:
                         continue
-                    rows = await self._context.slots.acquire(plan.rows[number])
-                    line = self._answer_line(plan, journal, number, caller)
-                    task = group.create_task(line)
-                    task.add_done_callback(lambda _, rows=rows: self._context.slots.release(rows))  # type: ignore[misc]
+                    await live.acquire()
+                    async with self._refused:  # a server that refuses many refuses the next as well
+                        rows = HeldRows(self._context.slots, plan.rows[number])
+                    await rows.acquire()
+                    task = group.create_task(self._answer_line(plan, journal, number, caller, rows))
+                    task.add_done_callback(partial(end, rows))
         finally:
             await journal.close()
 
@@ -213,15 +226,21 @@ class BatchRun:
         return journal
 
     async def _answer_line(
-        self, plan: BatchPlan, journal: ResultJournal, number: int, caller: Caller
+        self,
+        plan: BatchPlan,
+        journal: ResultJournal,
+        number: int,
+        caller: Caller,
+        rows: HeldRows,
     ) -> None:
         request = self._form.read(await asyncio.to_thread(plan.read_line, number))
-        result = self._form.answered(request.custom_id, await self._answer(request, caller))
+        answer = await self._answer(request, caller, rows)
+        result = self._form.answered(request.custom_id, answer)
         await journal.append([result])
         self._context.results[result.result] += 1
 
-    async def _answer(self, request: LineRequest, caller: Caller) -> LineAnswer:
-        """Answer a request; again and again while the server is overloaded."""
+    async def _answer(self, request: LineRequest, caller: Caller, rows: HeldRows) -> LineAnswer:
+        """Answer a request; again and again while the server is overloaded, without rows meanwhile."""
         endpoint = self.batch.endpoint
         if is_streamed(request.body):
             return self._refusal(ApiError(400, "a line of a batch has no stream", param="stream"))
@@ -233,8 +252,11 @@ class BatchRun:
                 is_overload = answer.status in (429, 499) or answer.status > 500
                 if not is_overload and (answer.status != 500 or num_failures >= MAX_FAILURES):
                     return answer
-            await asyncio.sleep(min(MAX_WAIT_S, answer.retry_after_s or wait_s))
+            rows.release()
+            async with self._refused:
+                await asyncio.sleep(min(MAX_WAIT_S, answer.retry_after_s or wait_s))
             wait_s *= 2
+            await rows.acquire()
 
     def _refusal(self, error: ApiError) -> LineAnswer:
         name = f"req_{self.batch.id[-24:]}"
@@ -262,13 +284,11 @@ class BatchRun:
     async def _mark_unanswered(
         self, plan: BatchPlan, journal: ResultJournal, unanswered: Unanswered | None
     ) -> None:
-        left = [number for number in range(len(plan)) if not journal.is_done[number]]
+        left = [name for name, number in plan.numbers.items() if not journal.is_done[number]]
         assert not left or unanswered is not None, "every line was answered"
         while left and unanswered is not None:
-            numbers, left = left[:NUM_TOGETHER], left[NUM_TOGETHER:]
-            lines = await asyncio.to_thread(lambda: [*map(plan.read_line, numbers)])  # noqa: B023
-            ids = [self._form.read(line).custom_id for line in lines]
-            results = [self._form.unanswered(name, unanswered) for name in ids]
+            names, left = left[:NUM_TOGETHER], left[NUM_TOGETHER:]
+            results = [self._form.unanswered(name, unanswered) for name in names]
             await journal.append(results, within_limits=False)
             self._context.results[unanswered] += len(results)
 

@@ -133,14 +133,14 @@ async def file_content(context: RequestContext) -> Response:
 
 
 async def delete_file(context: RequestContext) -> Response:
-    """DELETE /v1/files/{name}; 409 while a batch reads it."""
+    """DELETE /v1/files/{name}; 409 while an unfinished batch uses it."""
     batches = batches_of(context)
     record = _named(context, batches)
     user = batches.store.user_of(record)
     if user is not None:
         raise ApiError(
             409,
-            f"the batch {user.id} reads this file; cancel it, or wait for its end",
+            f"the batch {user.id} uses this file; cancel it, or wait for its end",
             code="file_in_use",
         )
     await batches.store.remove_file(record)

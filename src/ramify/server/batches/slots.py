@@ -11,6 +11,23 @@ from ramify.server.live_requests import LiveRequests
 SHARE = 2  # batches get 1 / SHARE of the rows of the engine's batch
 
 
+class HeldRows:
+    """The rows of one line, which it gives back while it waits."""
+
+    def __init__(self, slots: LineSlots, wanted: int) -> None:
+        self._slots, self._wanted, self._num_rows = slots, wanted, 0
+
+    async def acquire(self) -> None:
+        """Wait for rows."""
+        self._num_rows = await self._slots.acquire(self._wanted)
+
+    def release(self) -> None:
+        """Give the rows back; does nothing if there are none."""
+        num_rows, self._num_rows = self._num_rows, 0
+        if num_rows:
+            self._slots.release(num_rows)
+
+
 class LineSlots:
     """Rows of the engine's batch for lines of batches; those who wait get them in turn.
 

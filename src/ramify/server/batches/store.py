@@ -167,9 +167,10 @@ class BatchStore:
         self.space.count(record.tenant, -record.num_bytes - RECORD_BYTES)
 
     def user_of(self, record: StoredFile) -> BatchRecord | None:
-        """An unfinished batch that reads a file; None: no batch does."""
+        """An unfinished batch that reads or writes a file; None: no batch does."""
         for batch in self._batches.get(record.tenant, {}).values():
-            if batch.is_unfinished and batch.input_id == record.id:
+            names = (batch.input_id, batch.output_id, batch.error_id)
+            if batch.is_unfinished and record.id in names:
                 return batch
         return None
 
