@@ -7,6 +7,7 @@ import pytest
 
 from ramify.cache.key import CacheKey
 from ramify.cache.sessions import end_session
+from ramify.engine.tier_parts import STAGING_BYTES
 from ramify.engine.tiering import MAX_REMOVED_PAGES
 from ramify.engine.weight_reload import swap_weights
 from ramify.kv.mover_jobs import Removal
@@ -311,9 +312,13 @@ def test_pages_of_an_ended_session_are_written_no_more_and_stay_where_they_are(
     assert bench.outputs[again].token_ids == tuple(expected(A, 3, ends=()))
 
 
-def test_the_pages_that_were_used_last_are_written_first_at_the_end() -> None:
+@pytest.mark.parametrize("staging_bytes", [0, STAGING_BYTES])  # 3 buffers for writes, or plenty
+def test_the_pages_that_were_used_last_are_written_first_at_the_end(
+    staging_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There may be no time for all; those of an ended session come behind all others."""
-    bench = TierBench(pool_tokens=128)
+    monkeypatch.setattr("ramify.engine.tier_copies.LOOKED_UP", 4)
+    bench = TierBench(pool_tokens=128, staging_bytes=staging_bytes)
     first, second, ended = [5] * 9, [6] * 9, [8] * 9
     branch = [*first[:4], *[7] * 5]
     for prompt in (first, second, branch, ended):

@@ -46,11 +46,14 @@ class StagingLedger:
         """Buffers that are not free."""
         return len(self._states) - len(self._free)
 
+    @property
+    def num_for_writes(self) -> int:
+        """Free buffers beside those kept for reads."""
+        return max(0, len(self._free) - max(0, self._num_for_reads - self._num_reading))
+
     def take_for_write(self) -> int | None:
         """A free buffer for the writer; None: there is none beside those kept for reads."""
-        if len(self._free) <= max(0, self._num_for_reads - self._num_reading):
-            return None
-        return self._take(BufferState.WRITE)
+        return self._take(BufferState.WRITE) if self.num_for_writes else None
 
     def take_for_read(self) -> int | None:
         """A free buffer for a reader; None: reads have their share, or none is free."""

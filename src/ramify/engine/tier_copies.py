@@ -69,11 +69,11 @@ class CopiesOut:
     def take_lazy(self, count: int) -> None:
         """Copy up to `count` cached pages that wait for it, while there are buffers."""
         with self._handing_over():
-            num_left = count
-            while waiting := self.queue.take_lazy(min(num_left, LOOKED_UP)):
+            num_left, ledger = count, self._area.ledger
+            # No more than there are buffers for: the others keep their places.
+            while waiting := self.queue.take_lazy(min(num_left, LOOKED_UP, ledger.num_for_writes)):
                 num_left -= len(waiting)
-                if not self._copy_cached(waiting):
-                    break
+                self._copy_cached(waiting)
             for _ in range(count):
                 if not self._distant.has_room or (sent := self._distant.take_waiting()) is None:
                     break
@@ -118,16 +118,13 @@ class CopiesOut:
             lacking = [page for page, has in zip(hashes, listed, strict=True) if not has]
             self.events.removed(store.tier, lacking)
 
-    def _copy_cached(self, pages: Sequence[tuple[int, PageName]]) -> bool:
-        """Copy pages of the tree; those without a buffer wait again, and it returns False."""
-        for index, tiers in enumerate(self._lacking(pages, is_evicted=False)):
-            page, name = pages[index]
-            if not self._copy_here(page, name, tiers):
-                self.queue.add_lazy([page for page, _ in pages[index:]])
-                return False
+    def _copy_cached(self, pages: Sequence[tuple[int, PageName]]) -> None:
+        """Copy pages of the tree, for which there are buffers."""
+        for (page, name), tiers in zip(pages, self._lacking(pages, is_evicted=False), strict=True):
+            is_copied = self._copy_here(page, name, tiers)
+            assert is_copied, "there were fewer buffers than pages"
             if self._distant.wants(name.hash):
                 self._distant.wait(page, name)
-        return True
 
     def _copy_here(self, page: int, name: PageName, tiers: frozenset[str]) -> bool:
         """Copy a page for those stores of this machine that lack it; False: there is no buffer."""
