@@ -91,19 +91,22 @@ def test_what_an_engine_could_not_compute_is_pinned_at_no_other(
     run(main())
 
 
-def test_a_prefix_that_is_deleted_while_no_engine_is_there_is_pinned_at_none_that_joins() -> None:
-    """Nobody could end such a pin: its name is gone."""
+def test_a_prefix_that_no_engine_could_unpin_is_deleted_by_the_next_try() -> None:
+    """Without a connection to any engine: 503, and engines that join meanwhile do not pin it."""
 
     async def main() -> None:
         bench = ClusterServer(chat_template=TOOL_TEMPLATE)
         async with bench.serving() as client:
             assert (await define(bench, system=SYSTEM)).status == 200
-            assert client._warm_up._prompts
-            for replica in client.dispatch.replicas.values():
+            replicas = client.dispatch.replicas.values()
+            welcomes = [replica.welcome for replica in replicas]
+            for replica in replicas:
                 replica.welcome = None
-
-            assert (await bench.call("DELETE", f"{PATH}/desk")).status == 200
-
+            assert (await bench.call("DELETE", f"{PATH}/desk")).status == 503
             assert not client._warm_up._prompts
+            for replica, welcome in zip(replicas, welcomes, strict=True):
+                replica.welcome = welcome
+            assert (await bench.call("DELETE", f"{PATH}/desk")).status == 200
+            assert await pinned(bench, bench.other) == [0, 0]
 
     run(main())

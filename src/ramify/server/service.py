@@ -350,15 +350,15 @@ class RequestService:
         named = generation.request.prompt.named
         if named is not None and named.is_pinned:
             ids = generation.request.prompt.ids[: named.num_tokens]
-            await self.unpin_unnamed(ids, generation.caller.tenant)
+            with suppress(EngineStoppedError, NoReplicaError, ReplicaLostError):
+                await self.unpin_unnamed(ids, generation.caller.tenant)
 
     async def unpin_unnamed(self, ids: array[int], tenant: str) -> None:
         """End a tenant's pins of a prefix that no name has: requests in flight pin it after its end."""
         pages = self._whole_pages(ids)
         has_name = any(self._whole_pages(each.ids) == pages for each in self.prefixes.of(tenant))
         if not has_name and pages:
-            with suppress(EngineStoppedError, NoReplicaError, ReplicaLostError):
-                await self.engine.cache.unpin_prefix(pages, owner=tenant)
+            await self.engine.cache.unpin_prefix(pages, owner=tenant)
 
     def _whole_pages(self, ids: array[int]) -> list[int]:
         return ids[: len(ids) // self.page_size * self.page_size].tolist()
