@@ -263,6 +263,9 @@ def test_texts_of_single_tokens_are_remembered_up_to_a_limit(
     for token in [*range(300), *range(300), 10**6]:
         assert tokenizer.decode_token(token) == tokenizer.decode([token])
         assert len(tokenizer._decoded) <= 7
+    tokenizer._decoded = dict.fromkeys(range(100, 109), "")  # as two threads may leave it
+    assert tokenizer.decode_token(5) == tokenizer.decode([5])
+    assert len(tokenizer._decoded) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -221,7 +221,7 @@ class Tokenizer:
         text = self._decoded.get(token_id)
         if text is None:
             text = self.decode([token_id])
-            if len(self._decoded) == MAX_DECODED:
+            if len(self._decoded) >= MAX_DECODED:  # by two threads, more may be there
                 self._decoded.clear()
             self._decoded[token_id] = text
         return text
