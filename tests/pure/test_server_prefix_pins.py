@@ -8,6 +8,10 @@ import pytest
 
 from ramify.engine.cache_admin.async_view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WarmupResult
+from ramify.server.http.request_body import convert_value
+from ramify.server.openai.chat_request import chat_to_generation
+from ramify.server.openai.protocol import ChatRequest
+from ramify.server.tenants import Caller
 from tests.pure.async_bench import Gate
 from tests.pure.cluster_bench import until
 from tests.pure.prefix_requests import CHAT, PATH, QUESTION, SYSTEM, body, define, error_of
@@ -78,3 +82,35 @@ def test_a_prefix_that_one_engine_could_not_compute_is_pinned_at_none(
             return answer
 
     assert error_of(run(main()))[0] == 503
+
+
+def test_a_client_that_leaves_leaves_no_pin_of_a_deleted_prefix() -> None:
+    """Its prompt is computed when it has gone, and pinned with its first token."""
+    bench = ServerBench()
+    gate = Gate(bench.device)
+    bench.core.executor = gate
+    service = bench.service
+
+    async def main() -> None:
+        async with bench.running():
+            await define(bench, system=SYSTEM)
+            chat = convert_value(body(CHAT, QUESTION, prefix="desk"), ChatRequest)
+            request = chat_to_generation(chat, service)
+            gate.is_open = False
+            first = asyncio.create_task(bench.post(CHAT, body(CHAT, QUESTION)))
+            await gate.arrive()
+            leaving = asyncio.create_task(service.start(request, Caller(""), prefix="chatcmpl-"))
+            await until(lambda: service.live.num_waiting(None) == 2)
+            deleting = asyncio.create_task(bench.call("DELETE", f"{PATH}/desk"))
+            await until(lambda: not service.prefixes.of(""))
+            gate.allowed.release()
+            await gate.arrive()  # the second prompt
+            leaving.cancel()
+            gate.open()
+            assert [(await each).status for each in (first, deleting)] == [200] * 2
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            await bench.until_idle()
+            assert not await bench.llm.cache.pins()
+
+    run(main())

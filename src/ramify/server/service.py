@@ -268,6 +268,7 @@ class RequestService:
             if generation is None:
                 self.live.withdraw(live)
                 self.quotas.release(caller, num_tokens, 0, request.params.n)
+                await self._unpin_if_unnamed(request, caller)  # its client may have left too late
 
     def observe_live(self, tenant: str | None) -> None:
         """Note how many requests of a tenant, and of all, are live now."""
@@ -347,16 +348,24 @@ class RequestService:
         await self._evict_reasoning(generation)
         if generation.request.ends_session:
             await self.let_session_go(generation.caller.tenant, generation.request.session)
-        named = generation.request.prompt.named
+        await self._unpin_if_unnamed(generation.request, generation.caller)
+
+    async def _unpin_if_unnamed(self, request: GenerationRequest, caller: Caller) -> None:
+        """End the pin that a request has made whose named prefix has no name any more."""
+        named = request.prompt.named
         if named is not None and named.is_pinned:
-            ids = generation.request.prompt.ids[: named.num_tokens]
+            ids = request.prompt.ids[: named.num_tokens]
             with suppress(EngineStoppedError, NoReplicaError, ReplicaLostError):
-                await self.unpin_unnamed(ids, generation.caller.tenant)
+                await self.unpin_unnamed(ids, caller.tenant)
 
     async def unpin_unnamed(self, ids: array[int], tenant: str) -> None:
         """End a tenant's pins of a prefix that no name has: requests in flight pin it after its end."""
         pages = self._whole_pages(ids)
-        has_name = any(self._whole_pages(each.ids) == pages for each in self.prefixes.of(tenant))
+        has_name = any(
+            len(each.ids) // self.page_size * self.page_size == len(pages)
+            and self._whole_pages(each.ids) == pages
+            for each in self.prefixes.of(tenant)
+        )
         if not has_name and pages:
             await self.engine.cache.unpin_prefix(pages, owner=tenant)
 
