@@ -74,6 +74,17 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
         chat("Hello", structured_outputs={"regex": "("}),
     ),
     "bad parameter": ("POST", "/v1/chat/completions", chat("Hello", logit_bias={"99999": 1})),
+    "huge top_k": ("POST", "/v1/chat/completions", chat("Hello", top_k=2**64)),
+    "huge max_tokens": (
+        "POST",
+        "/v1/messages",
+        {"model": "tiny", **chat("Hello"), "max_tokens": 2**64},
+    ),
+    "large numbers": (
+        "POST",
+        "/v1/messages",
+        {"model": "tiny", **chat("Hello"), "max_tokens": 2**63 - 1, "top_k": 2**63 - 1, **GREEDY},
+    ),
     "no pin": ("DELETE", "/v1/cache/pins/5", b""),
     "pins": ("GET", "/v1/cache/pins", b""),
     "ready": ("GET", "/readyz", b""),

@@ -9,11 +9,14 @@ from msgspec import Meta, Raw, Struct, UnsetType
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-OutputLimit = Annotated[int, Meta(ge=-1)]  # -1: none; 0 is refused where it has no meaning
-TopK = Annotated[int, Meta(ge=-1)]  # 0 and -1: off
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MAX_INT = 2**63 - 1  # a larger number fits into no message to a replica, and into no span
+PositiveInt = Annotated[int, Meta(ge=1, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_INT)]
+OutputLimit = Annotated[
+    int, Meta(ge=-1, le=MAX_INT)
+]  # -1: none; 0 is refused where it has no meaning
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]  # 0 and -1: off
+Seed = Annotated[int, Meta(ge=-(2**63), le=MAX_INT)]
 # Lists of token ids, and `logit_bias`, may be as long as a vocabulary: a body's limits bound them.
 StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 Stops = Annotated[list[StopText], Meta(max_length=4096)]
