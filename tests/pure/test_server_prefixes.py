@@ -306,6 +306,23 @@ def test_responses_go_on_behind_a_prefix() -> None:
     }
 
 
+def test_a_compaction_reads_the_prefix() -> None:
+    """The summary is of the conversation behind it; a name that is not there is 404."""
+    bench = ServerBench()
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            made = await define(bench, system=SYSTEM)
+            fields = [{"input": QUESTION, "prefix": name} for name in ("desk", "door")]
+            return [made, *[await bench.post(f"{RESPONSES}/compact", each) for each in fields]]
+
+    made, compacted, unknown = run(main())
+
+    cached = compacted.json["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= made.json["pinned_tokens"] > 0
+    assert unknown.status == 404
+
+
 def test_names_of_the_same_pages_share_their_pin() -> None:
     """It ends with the last of them."""
     bench = ServerBench()

@@ -32,6 +32,7 @@ def compaction_request(fields: CompactRequest, max_output_tokens: int) -> Respon
         model=fields.model,
         input=items,
         instructions=fields.instructions,
+        prefix=fields.prefix,
         previous_response_id=fields.previous_response_id,
         prompt_cache_key=fields.prompt_cache_key,
         prompt_cache_options=fields.prompt_cache_options,

@@ -251,6 +251,7 @@ class CompactRequest(Struct, kw_only=True):
     model: Name | None = None
     input: str | Items | None = None
     instructions: str | None = None
+    prefix: Name | None = None  # that the items follow; not OpenAI's
     previous_response_id: Name | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
