@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.server.batches.anthropic_lines import AnthropicLines
 from ramify.server.batches.batch_run import BatchRun, RunContext
 from ramify.server.batches.directory import BatchDirectory, DiskSpace
 from ramify.server.batches.journal import ResultJournal
-from ramify.server.batches.lines import LineAnswer, OpenAiLines
+from ramify.server.batches.lines import LineAnswer, LineForm, OpenAiLines
 from ramify.server.batches.plan import BatchPlan
 from ramify.server.batches.prefix_order import num_answers, prefix_key
 from ramify.server.batches.records import BatchRecord, Result, StoredFile
@@ -145,6 +146,21 @@ def test_results_cut_off_anywhere_are_those_that_are_whole(tmp_path: Path) -> No
         assert asyncio.run(recovered()) == (1, 1)
         assert output.read_bytes() == results[0]
     directory.close()
+
+
+@pytest.mark.parametrize("form", [FORM, AnthropicLines()])
+def test_a_result_is_one_line_for_every_reader(form: LineForm) -> None:
+    """Clients split the text of a file by `str.splitlines`, which knows more ends of lines than JSON Lines."""
+    text = "".join(map(chr, [*range(0x20), 0x85, 0x2028, 0x2029])) + "ü"
+    answer = LineAnswer(200, "r", msgspec.json.encode({"text": text}))
+
+    data = form.answered("a", answer).data
+
+    [only] = data.decode().splitlines()
+    result = json.loads(only)
+    body = result["response"]["body"] if form is FORM else result["result"]["message"]
+    assert body == {"text": text}
+    assert form.result_of(data) == ("a", "succeeded")
 
 
 def run_with(tmp_path: Path, call: Callable[[bytes], LineAnswer], count: int = 1) -> BatchRecord:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ramify.server.batches.lines import LineAnswer, LineRequest, ResultLine, Unanswered
+from ramify.server.batches.lines import (
+    LineAnswer,
+    LineRequest,
+    ResultLine,
+    Unanswered,
+    encoded_line,
+)
 from ramify.server.batches.protocol import MessageBatchItem
 from ramify.server.batches.records import Result
 
@@ -49,7 +55,7 @@ class AnthropicLines:
 
     def _line(self, custom_id: str, result: Result, **fields: msgspec.Raw) -> ResultLine:
         payload = {"custom_id": custom_id, "result": {"type": _TYPES[result], **fields}}
-        return ResultLine(custom_id, result, msgspec.json.encode(payload) + b"\n")
+        return ResultLine(custom_id, result, encoded_line(payload))
 
     def result_of(self, line: bytes) -> tuple[str, Result]:
         """See LineForm."""

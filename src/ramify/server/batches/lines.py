@@ -15,6 +15,8 @@ from ramify.server.errors import ApiError
 from ramify.server.http.json_limits import check_json_limits
 
 MAX_ID_CHARS = 512
+# At which `str.splitlines` ends a line, beside those that JSON escapes.
+_LINE_ENDS = "\u0085\u2028\u2029"
 Unanswered = Literal["cancelled", "expired"]
 _MESSAGES: dict[Unanswered, str] = {
     "cancelled": "This request was not executed because the batch was cancelled.",
@@ -167,7 +169,7 @@ class OpenAiLines:
     def _line(self, custom_id: str, *, response: Any, error: Any) -> bytes:
         name = "batch_req_" + secrets.token_hex(12)
         fields = {"id": name, "custom_id": custom_id, "response": response, "error": error}
-        return msgspec.json.encode(fields) + b"\n"
+        return encoded_line(fields)
 
     def result_of(self, line: bytes) -> tuple[str, Result]:
         """See LineForm."""
@@ -252,6 +254,14 @@ def model_of(body: bytes) -> str | None:
 
 class _Named(msgspec.Struct):
     model: Any = None
+
+
+def encoded_line(fields: Any) -> bytes:
+    """A result as a line of JSON that is one line for every reader, with its end."""
+    data = msgspec.json.encode(fields)
+    for char in _LINE_ENDS:
+        data = data.replace(char.encode(), b"\\u%04x" % ord(char))
+    return data + b"\n"
 
 
 def joined(results: Sequence[ResultLine]) -> bytes:
