@@ -328,6 +328,7 @@ FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\
         (PURPOSE.replace(b"batch", b"vision") + FILE + b"--b--\r\n", FORM, 400),
         (PURPOSE.replace(b"batch", b"x" * 5000) + FILE + b"--b--\r\n", FORM, 400),
         (PURPOSE * 20 + FILE + b"--b--\r\n", FORM, 200),  # the same field again
+        (PURPOSE * 32 + FILE + b"--b--\r\n", FORM, 400),
         (b"--b\r\n" + b"a: b\r\n" * 500 + b"\r\nx\r\n--b--\r\n", FORM, 400),
         (PURPOSE + FILE + b"--b--\r\n", FORM, 200),
     ],

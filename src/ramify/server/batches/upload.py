@@ -16,7 +16,7 @@ from ramify.server.http.wire import BODY_TIMEOUT_S, CLIENT_GONE
 
 MAX_FILE_BYTES = 200 << 20
 MAX_UPLOAD_S = 3600.0
-MAX_FIELDS, MAX_FIELD_BYTES = 16, 4096
+MAX_PARTS, MAX_FIELD_BYTES = 32, 4096  # parts cost time in the event loop; bytes of a file little
 MAX_BOUNDARY_CHARS = 200
 WRITE_BYTES = 1 << 20  # written together
 FILE_FIELD = "file"
@@ -87,7 +87,7 @@ class _FormReader:
     def __init__(self, add_to_file: Callable[[bytes], None]) -> None:
         self.form, self.is_complete = Form(), False
         self._add_to_file = add_to_file
-        self._name = ""  # of the part
+        self._name, self._num_parts = "", 0  # name of the part
         self._header, self._value, self._field = bytearray(), bytearray(), bytearray()
 
     def header_begin(self) -> None:
@@ -112,6 +112,9 @@ class _FormReader:
             self.form.filename = options.get(b"filename", b"").decode("utf-8", "replace")
 
     def part_begin(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise ApiError(400, f"the form has more than {MAX_PARTS} parts; send purpose and file")
         self._name, self._field = "", bytearray()
 
     def part_data(self, data: bytes, start: int, end: int) -> None:
@@ -129,8 +132,6 @@ class _FormReader:
             return
         if not self._name:
             raise ApiError(400, "a part of the form has no name")
-        if len(self.form.fields) >= MAX_FIELDS:
-            raise ApiError(400, f"the form has more than {MAX_FIELDS} fields")
         self.form.fields[self._name] = bytes(self._field).decode("utf-8", "replace")
 
     def end(self) -> None:
