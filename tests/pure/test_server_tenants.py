@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ramify.cli import app
 from ramify.errors import ConfigError
 from ramify.server.errors import ApiError
 from ramify.server.tenants import ApiKeys, Caller, Quota, QuotaMeter, hash_key
@@ -54,6 +56,7 @@ def test_nobody_else_gets_in(key: str | None) -> None:
         json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"max_requests": "5"}}]}),
         json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"tokens_per_minute": 0}}]}),
         json.dumps({"keys": [{"hash": hash_key("a"), "quota": {"max_pinned_share": 25}}]}),
+        json.dumps({"keys": [{"hash": hash_key("a"), "tenant": "public"}]}),  # ends others' pins
     ],
 )
 def test_a_wrong_file_is_told(tmp_path: Path, text: str) -> None:
@@ -62,6 +65,16 @@ def test_a_wrong_file_is_told(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"keys\.json"):
         ApiKeys.load(file)
+
+
+def test_a_key_that_no_server_would_take_is_not_written(tmp_path: Path) -> None:
+    """`ramify keys` leaves the file as it was."""
+    file = tmp_path / "keys.json"
+    for tenant, code in (("public", 2), ("ann", 0), ("public", 2)):
+        result = CliRunner().invoke(app, ["keys", str(file), "--tenant", tenant])
+        assert result.exit_code == code
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
+    assert ApiKeys.load(file).num_tenants == 1
 
 
 def refusal(meter: QuotaMeter, caller: Caller, num_tokens: int) -> ApiError:

@@ -353,5 +353,10 @@ def keys(
         new = file.with_name(file.name + ".new")
         new.touch(mode=0o600)
         new.write_text(json.dumps(contents, indent=2) + "\n", "utf-8")
+        try:
+            ApiKeys.load(new)
+        except ConfigError:  # of a tenant that may not be
+            new.unlink()
+            raise
         new.replace(file)
     typer.echo(key)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ramify.engine.cache_admin.warmup import PUBLIC
 from ramify.errors import ConfigError
 from ramify.server.errors import ApiError
 
@@ -187,6 +188,10 @@ def _parse_entry(entry: Mapping[str, Any], where: str) -> tuple[str, Caller]:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where} is wrong: {error}") from error
     tenant = str(entry.get("tenant") or _tenant_of(key_hash))
+    if tenant == PUBLIC:
+        raise ConfigError(
+            f"{where} has the tenant {PUBLIC!r}, which owns the public prefixes; choose another name"
+        )
     return key_hash, Caller(tenant, is_admin=entry.get("admin") is True, quota=quota)
 
 
