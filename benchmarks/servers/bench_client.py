@@ -85,7 +85,7 @@ def main() -> None:
             elif "run" in command:
                 answer = serve.main(parser.parse_args(command["run"]))
                 answer["failed"] = [text for text in answer.pop("errors", []) if text][:3]
-                for name in ("input_lens", "output_lens", "start_times", "ttfts", "itls"):
+                for name in ("input_lens", "output_lens", "start_times", "ttfts"):
                     answer.pop(name, None)
                 answer.pop("generated_texts", None)
             else:

@@ -11,7 +11,11 @@ from openai import AsyncOpenAI
 from servers.chats import Chats, Message
 from servers.contract import MODEL, ClientFigures, RequestTimes
 
-KEY = "none"
+# A connection for each request: servers close connections that wait, llama.cpp's now and then at the
+# moment when the client sends the next message.
+SETTINGS: dict[str, Any] = {
+    "api_key": "none", "max_retries": 0, "default_headers": {"Connection": "close"},
+}  # fmt: skip
 
 
 def send_chats(url: str, chats: Chats, limit_s: float) -> ClientFigures:
@@ -25,7 +29,7 @@ def send_chats(url: str, chats: Chats, limit_s: float) -> ClientFigures:
 
 
 async def _send(url: str, chats: Chats, limit_s: float) -> ClientFigures:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=f"{url}/v1", **SETTINGS) as client:
         talks = [
             _talk(client, opening, messages[1:], chats.num_new)
             for opening, messages in zip(chats.openings(), chats.users, strict=True)

@@ -57,7 +57,7 @@ class Client:
                 raise RuntimeError(
                     f"{len(result['failed'])} requests failed: {result['failed'][0]}"
                 )
-            figures = ClientFigures.of_vllm_bench(result)
+            figures = ClientFigures.of_vllm_bench(result, cell.num_new)
         expected = cell.num_requests * cell.num_new
         if (figures.completed, figures.output_tokens) != (cell.num_requests, expected):
             raise RuntimeError(
@@ -152,7 +152,9 @@ class Rounds:
             if cell.has_offline:
                 sample = replace(sample, offline=self._offline(server.entry, cell, seed))
         except FAILURES as error:
-            self.failed[key] = f"{type(error).__name__}: {error}"[:300]
+            cause = "" if error.__cause__ is None else f" ({error.__cause__!r})"
+            reason = f"{type(error).__name__}: {error}{cause}{server.end_reason()}"
+            self.failed[key] = reason[:500]
             _note(f"{cell.name} {name}: {self.failed[key]}")
             return
         self.samples.setdefault(key, {})[repetition] = sample

@@ -80,6 +80,11 @@ class RunningServer:
         """Processor time of all its processes so far."""
         return session_cpu_s(self._process.pid)
 
+    def end_reason(self) -> str:
+        """How its process has ended, after a semicolon; "" while it runs."""
+        status = self._process.poll()
+        return "" if status is None else f"; it ended with status {status}: {self.last_line()}"
+
     def last_line(self) -> str:
         """The last line of its log."""
         size = self._log.seek(0, os.SEEK_END)

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers.cells import CELLS, in_order
@@ -102,14 +103,22 @@ def test_client_figures_of_requests() -> None:
 
 
 def test_client_figures_of_vllm_bench_are_in_seconds() -> None:
-    """The names and units that `vllm bench serve` writes."""
-    result = {"duration": 2.0, "completed": 3, "total_input_tokens": 30, "total_output_tokens": 60}
-    for name, value in (("median", 100.0), ("p99", 300.0), ("mean", 150.0)):
-        result |= {f"{name}_ttft_ms": value, f"{name}_tpot_ms": value / 10}
+    """Answers have the length that was wanted, whatever it counted of them."""
+    result: dict[str, Any] = {
+        "duration": 2.0,
+        "completed": 3,
+        "total_input_tokens": 30,
+        "total_output_tokens": 14,
+    }
+    result |= {"median_ttft_ms": 100.0, "p99_ttft_ms": 300.0, "mean_ttft_ms": 150.0}
+    result["itls"] = [[0.1] * 4, [0.2] * 4, [0.6]]  # an event may hold several tokens
 
-    figures = ClientFigures.of_vllm_bench(result)
+    figures = ClientFigures.of_vllm_bench(result, 5)
 
-    assert figures == ClientFigures(2.0, 3, 30, 60, 0.1, 0.3, 0.15, 0.01, 0.015)
+    assert (figures.output_tokens, figures.tokens_per_s) == (15, 7.5)
+    assert (figures.ttft_median_s, figures.ttft_p99_s, figures.ttft_mean_s) == (0.1, 0.3, 0.15)
+    assert figures.token_median_s == pytest.approx(0.15)
+    assert figures.token_mean_s == pytest.approx((0.1 + 0.2 + 0.15) / 3)
 
 
 def test_cells_share_a_seed_only_with_the_cell_they_follow() -> None:
