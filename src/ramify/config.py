@@ -377,6 +377,12 @@ class ResolvedConfig:
         fits = self.num_live_pages(self.max_model_len) <= self.num_pages
         return longest if fits else min(longest, self.num_pages)
 
+    @property
+    def max_request_len(self) -> int:
+        """Tokens of the longest request that context and pool can serve, prompt and answer together."""
+        # The last token's K/V is never needed.
+        return min(self.max_model_len, self.max_table_pages * self.page_size + 1)
+
     def num_live_pages(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` tokens holds at once, at least; see `live_pages`."""
         return live_pages(num_tokens, self.page_size, self.window, self.max_batch_tokens)

@@ -111,6 +111,31 @@ def test_models_in_anthropics_form() -> None:
     run(main())
 
 
+def test_the_context_is_what_the_pool_holds() -> None:
+    """Agents compact by `max_model_len`: a request of more tokens than it says would be refused."""
+
+    async def main() -> None:
+        async with ServerBench(pool_tokens=512).running() as bench:
+            [entry] = (await ask(bench, "/v1/models")).json["data"]
+            [other] = (await ask(bench, "/v1/models", headers=VERSION)).json["data"]
+            [ollama] = (await ask(bench, "/api/ps")).json["models"]
+            context = entry["max_model_len"]
+            assert context == other["max_input_tokens"] == ollama["context_length"] == 513
+
+            longest, longer = [
+                await bench.post("/v1/completions", {"prompt": [5] * length, "max_tokens": 1})
+                for length in (context - 1, context)
+            ]
+            assert longest.status == 200
+            assert f"context length is {context} tokens" in longer.json["error"]["message"]
+
+            last = {"prompt": [5] * 600, "max_tokens": 4, "truncate_prompt_tokens": -1}
+            answer = await bench.post("/v1/completions", last)
+            assert answer.json["usage"]["prompt_tokens"] == context - 4
+
+    run(main())
+
+
 @pytest.mark.parametrize("name", ["b", "nobody"])
 def test_one_model_in_both_forms(name: str) -> None:
     """Errors have the form of the API that the headers name."""

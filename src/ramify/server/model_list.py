@@ -45,7 +45,7 @@ def _openai_entry(service: RequestService, name: str) -> dict[str, Any]:
         "owned_by": "ramify",
         "root": service.model,
         "display_name": name,
-        "max_model_len": service.max_model_len,
+        "max_model_len": service.max_request_len,
         **_sampling_defaults(service),
     }
 
@@ -57,8 +57,8 @@ def _anthropic_entry(service: RequestService, name: str) -> dict[str, Any]:
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.started_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
-        "max_input_tokens": service.max_model_len,
-        "max_tokens": service.max_model_len,
+        "max_input_tokens": service.max_request_len,
+        "max_tokens": service.max_request_len,
         **_sampling_defaults(service),
     }
 

@@ -97,6 +97,7 @@ class RequestService:
         self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
         self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len
+        self.max_request_len = engine.config.max_request_len  # what clients are told
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
         self.max_prompt_bytes = self.max_model_len * min(

@@ -73,7 +73,7 @@ def _truncated(texts: Sequence[str], service: RequestService) -> list[Any]:
 
     A special token that the tokenizer puts at the end stays there: the vector may be its own.
     """
-    most, tokenizer = service.max_model_len - 1, service.tokenizer
+    most, tokenizer = service.max_request_len - 1, service.tokenizer
     max_chars = most * (service.max_prompt_bytes // service.max_model_len)
     inputs: list[Any] = []
     for text in texts:

@@ -95,7 +95,7 @@ class ModelCard:
         return self._entries(
             expires_at=NEVER,
             size_vram=self.facts.num_bytes if is_gpu else 0,
-            context_length=self.service.max_model_len,
+            context_length=self.service.max_request_len,
         )
 
     def shown(self, name: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class ModelCard:
         info: dict[str, Any] = {
             "general.architecture": arch,
             "general.basename": service.model,
-            f"{arch}.context_length": service.max_model_len,
+            f"{arch}.context_length": service.max_request_len,
         }
         if facts.num_parameters:
             info["general.parameter_count"] = facts.num_parameters

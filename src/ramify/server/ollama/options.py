@@ -90,10 +90,11 @@ def model_options(
     )
     if has_penalty and (options.repeat_last_n or -1) > 0:
         warnings.append("options.repeat_last_n is ignored: penalties count all tokens")
-    if options.num_ctx is not None and options.num_ctx > service.max_model_len:
+    if options.num_ctx is not None and options.num_ctx > service.max_request_len:
+        is_pool = service.max_request_len < service.max_model_len
         warnings.append(
-            f"options.num_ctx is ignored: the context has {service.max_model_len} tokens; start the "
-            "server with a larger --max-model-len"
+            f"options.num_ctx is ignored: the context has {service.max_request_len} tokens; start the "
+            f"server with a larger {'--kv-cache-tokens' if is_pool else '--max-model-len'}"
         )
     unknown = [name for name in given if name not in KNOWN | SILENT | OTHER_SAMPLERS.keys()]
     if unknown:

@@ -92,7 +92,7 @@ async def tokenize(context: RequestContext) -> Response:
         fields: dict[str, Any] = {
             "tokens": token_ids,
             "count": len(token_ids),
-            "max_model_len": service.max_model_len,
+            "max_model_len": service.max_request_len,
         }
         if request.return_token_strs:
             fields["token_strs"] = [service.tokenizer.token_text(token) for token in token_ids]
@@ -122,7 +122,7 @@ async def tokenizer_info(context: RequestContext) -> Response:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",  # the class that reads any tokenizer.json
             "chat_template": tokenizer.chat_template,
-            "model_max_length": service.max_model_len,
+            "model_max_length": service.max_request_len,
             "vocab_size": tokenizer.vocab_size,
             **tokenizer.special_tokens,
         }

@@ -128,7 +128,7 @@ def truncated_len(request: Sampling, service: RequestService) -> int | None:
     if num_tokens == 0:
         raise ApiError(400, "0 leaves nothing of the prompt", param="truncate_prompt_tokens")
     if num_tokens == -1:
-        return max(1, service.max_model_len - max(1, request.max_tokens or 1))
+        return max(1, service.max_request_len - max(1, request.max_tokens or 1))
     return num_tokens
 
 

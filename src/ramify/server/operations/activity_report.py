@@ -50,7 +50,7 @@ async def activity(context: RequestContext) -> Response:
         {
             "version": __version__,
             "model": service.model,
-            "max_model_len": service.max_model_len,
+            "max_model_len": service.max_request_len,
             "tenant": caller.tenant,
             "is_admin": caller.is_admin,
             "live": service.live.as_json(tenant, MAX_REQUESTS),

@@ -126,7 +126,7 @@ async def compact_response(context: RequestContext) -> Response:
     """POST /v1/responses/compact: the user's messages, and a summary that the model writes."""
     fields = await context.body(CompactRequest, INPUT_FIELDS)
     service, tenant = context.service, context.caller.tenant
-    request = compaction_request(fields, max(1, service.max_model_len // MAX_SUMMARY_SHARE))
+    request = compaction_request(fields, max(1, service.max_request_len // MAX_SUMMARY_SHARE))
     earlier = earlier_turns(request, service, tenant)
     translated, user_messages = await context.in_prompt_thread(
         translate_compaction, request, earlier, service, tenant

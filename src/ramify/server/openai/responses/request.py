@@ -173,7 +173,7 @@ def response_to_generation(
         return to_generation(replace(options, messages=read), service, tenant)
 
     if request.truncation == "auto":
-        max_tokens = num_prompt_tokens(service.max_model_len, request.max_output_tokens)
+        max_tokens = num_prompt_tokens(service.max_request_len, request.max_output_tokens)
         generation_request, num_dropped = render_truncated(
             messages,
             names,
