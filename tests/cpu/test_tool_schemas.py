@@ -15,6 +15,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import InvalidParamsError
 from ramify.params import StructuredOutput
 from ramify.server.errors import ApiError
+from ramify.server.grammars.constraint import schema_format
 from ramify.server.grammars.schema_keywords import UNENFORCED
 from ramify.server.grammars.tool_schemas import (
     MAX_WARNINGS,
@@ -255,6 +256,22 @@ def test_a_reference_to_elsewhere_allows_any_value(reference: str, accepts: Acce
     with pytest.raises(ApiError, match="cannot be enforced") as caught:
         enforceable_schema(schema, "tools[0]", SchemaWarnings(), strict=True)
     assert caught.value.param == "tools[0].properties.a.$ref"
+
+
+@pytest.mark.parametrize("kind", ["int", ["string", "None"]])
+def test_a_format_with_a_type_that_does_not_exist_is_refused(kind: object) -> None:
+    """Ignored with a warning in a header, it would give answers of any shape; tools keep their warning."""
+    schema = OBJECT | {"properties": {"a": {"type": kind}}}
+
+    with pytest.raises(
+        ApiError, match=r"there is no type '(int|None)'; the types are array"
+    ) as caught:
+        schema_format(schema, "format", [], strict=False)
+    assert (caught.value.status, caught.value.param) == (400, "format.properties.a.type")
+
+    warnings = list[str]()
+    schema_format(OBJECT | {"properties": {"a": {"type": "any"}}}, "format", warnings, strict=False)
+    assert warnings == ["format.properties.a: type: 'any' is not enforced"]
 
 
 def test_the_work_on_a_schema_is_bounded() -> None:

@@ -279,12 +279,14 @@ def schema_format(
     """The format of an answer that is JSON of a schema; what is not enforced is appended to `warnings`.
 
     Raises:
-        ApiError: 400, `strict` and it cannot be enforced, or it is too large.
+        ApiError: 400, `strict` and it cannot be enforced, a `type` does not exist, or it is too large.
         InvalidParamsError: see `StructuredOutput`.
     """
     schema_warnings = SchemaWarnings()
     try:
-        enforceable = enforceable_schema(schema, where, schema_warnings, strict=strict)
+        enforceable = enforceable_schema(
+            schema, where, schema_warnings, strict=strict, checks_types=True
+        )
     except SchemaTooLargeError:
         raise ApiError(400, "the schema is too large; simplify it", param=where) from None
     warnings += schema_warnings.messages

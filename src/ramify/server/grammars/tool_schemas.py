@@ -8,7 +8,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from ramify.server.errors import ApiError
-from ramify.server.grammars.schema_keywords import SHAPES, UNENFORCED, is_pattern, modern, restricts
+from ramify.server.grammars.schema_keywords import (
+    SHAPES,
+    TYPES,
+    UNENFORCED,
+    is_pattern,
+    modern,
+    restricts,
+)
 
 MAX_SCHEMA_STEPS = 50_000  # schemas visited and names repeated, of all schemas of a request
 PROBE_STEPS = 20  # that asking the grammar engine whether it reads a value counts as
@@ -58,7 +65,12 @@ class SchemaWarnings:
 
 
 def enforceable_schema(
-    schema: Mapping[str, Any], where: str, warnings: SchemaWarnings, *, strict: bool
+    schema: Mapping[str, Any],
+    where: str,
+    warnings: SchemaWarnings,
+    *,
+    strict: bool,
+    checks_types: bool = False,
 ) -> Schema:
     """The part of a schema that a grammar can enforce, with closed objects.
 
@@ -72,21 +84,29 @@ def enforceable_schema(
     Args:
         where: path of the schema in the request: `tools[0].function.parameters`.
         strict: refuse what cannot be enforced.
+        checks_types: refuse a `type` that does not exist, such as "int"; "any" is no such mistake.
 
     Raises:
-        ApiError: 400, `strict` and a keyword cannot be enforced.
+        ApiError: 400, `strict` and a keyword cannot be enforced, or there is no such type.
         SchemaTooLargeError: there is too much work.
     """
-    return _Rewriter(schema, where, warnings, strict=strict).run()
+    return _Rewriter(schema, where, warnings, strict=strict, checks_types=checks_types).run()
 
 
 class _Rewriter:
     """Rewrites one schema. Recurses into nested schemas, whose depth `json_limits` bounds, not into refs."""
 
     def __init__(
-        self, root: Mapping[str, Any], where: str, warnings: SchemaWarnings, *, strict: bool
+        self,
+        root: Mapping[str, Any],
+        where: str,
+        warnings: SchemaWarnings,
+        *,
+        strict: bool,
+        checks_types: bool,
     ) -> None:
         self._root, self._where, self._warnings, self._strict = root, where, warnings, strict
+        self._checks_types = checks_types
         # id of a schema → the schema, so that it lives, and its enforceable keywords
         self._known: dict[int, tuple[Mapping[str, Any], Schema]] = {}
         # (pointer, is open) → name in `$defs`; those without a schema yet wait.
@@ -239,6 +259,14 @@ class _Rewriter:
                 del schema[keyword]
 
     def _ignore(self, keyword: str, path: str, value: object = None) -> None:
+        if self._checks_types and keyword == "type":
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str) and name not in TYPES and name != "any":
+                    raise ApiError(
+                        400,
+                        f"there is no type {name[:60]!r}; the types are {', '.join(sorted(TYPES))}",
+                        param=f"{path}.type",
+                    )
         shown = f"{keyword}: {value[:60]!r}" if isinstance(value, str) else keyword
         if self._strict:
             raise ApiError(
