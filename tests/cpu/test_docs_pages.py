@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,8 @@ def stand_ins_for(text: str) -> Iterator[dict[str, str]]:
     if not any(SERVER in code for code in blocks(text, "python")):
         yield replaced
         return
-    with live(model="ramify-tiny") as server:
+    options: dict[str, Any] = {"batch_dir": Path.cwd() / "batches"} if "--batch-dir" in text else {}
+    with live(model="ramify-tiny", **options) as server:
         yield replaced | {SERVER: server.url}
 
 

@@ -357,11 +357,10 @@ def test_both_names_of_the_output_format_are_served(stream: bool) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/v1/messages/batches", 404),
         ("GET", "/v1/messages", 405),
         ("POST", "/api/event_logging/batch", 404),
         ("GET", "/api/hello", 404),
-        ("GET", "/v1/files", 404),
+        ("POST", "/v1/uploads", 404),
     ],
 )
 def test_what_is_not_served_is_told_in_anthropics_form(method: str, path: str, status: int) -> None:
