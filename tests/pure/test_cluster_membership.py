@@ -111,11 +111,11 @@ def test_a_replica_that_is_leaving_may_come_back_elsewhere() -> None:
         llm = ClusterLLM({"0": f"127.0.0.1:{members[0].port}"}, None, credentials=SECRETS[0])
         await llm.start(10.0)
         stream = llm.stream(prompts(1)[0], LONG)
-        await anext(stream)
+        events = [await anext(stream)]  # on a busy machine it may be the whole answer
 
         llm.remove("0")
         llm.add("0", f"127.0.0.1:{members[1].port}", SECRETS[1])
-        events = [event async for event in stream]
+        events += [event async for event in stream]
         assert events[-1].output is not None
         assert llm.dispatch.num_resumptions == 0
         await close(members[0])
