@@ -215,6 +215,7 @@ def write_through(arguments: argparse.Namespace) -> dict[str, Any]:
     figures = Figures(arguments, "S", 16384)
     num_tokens = arguments.prefix or 512
     samples: dict[str, list[float]] = {}
+    num_copied = 0.0
     with ExitStack() as stack:
         options = stack.enter_context(tier_directory(figures))
         names = ("without", "without again", "with a tier")
@@ -226,6 +227,7 @@ def write_through(arguments: argparse.Namespace) -> dict[str, Any]:
             prefixes = [prompt_of(num_tokens, 8 * number + index) for index in range(4)]
             turns = names[number % 3 :] + names[: number % 3]
             runs = {name: _serve_twice(engines[name].core, prefixes) for name in turns}
+            num_copied += runs[names[2]]["pages copied"]
             if not number:  # the first round warms up
                 continue
             for name in names[1:]:
@@ -236,13 +238,14 @@ def write_through(arguments: argparse.Namespace) -> dict[str, Any]:
         assert tiering is not None
         written = tiering.counts.written.get("disk", 0)
     ranges = figures.report(f"4 prefixes of {num_tokens} tokens, each used twice", samples, "x")
-    figures.note(f"{written} pages were written")
+    figures.note(f"{written} pages were written; {num_copied:.0f} were copied within the seconds")
     return {"ratios": ranges, "written_pages": written}
 
 
 def _serve_twice(core: EngineCore, prefixes: Sequence[Sequence[int]]) -> dict[str, float]:
     """Answer each prefix with two questions, the second ones after the first; the seconds of all, and of a step."""
     params, steps = SamplingParams(max_tokens=24, ignore_eos=True), list[float]()
+    num_before = core.tiering.counts.queued if core.tiering is not None else 0
     begin_s = time.perf_counter()
     for number in range(2):
         for prefix in prefixes:
@@ -253,9 +256,12 @@ def _serve_twice(core: EngineCore, prefixes: Sequence[Sequence[int]]) -> dict[st
             steps.append(time.perf_counter() - step_s)
     seconds = time.perf_counter() - begin_s
     p99 = sorted(steps)[min(len(steps) - 1, int(len(steps) * 0.99))]
+    figures = {"seconds": seconds, "median step": statistics.median(steps), "p99 step": p99}
+    figures["pages copied"] = 0.0
     if core.tiering is not None:
+        figures["pages copied"] = core.tiering.counts.queued - num_before
         settle(core)
-    return {"seconds": seconds, "median step": statistics.median(steps), "p99 step": p99}
+    return figures
 
 
 def slow(arguments: argparse.Namespace) -> dict[str, Any]:

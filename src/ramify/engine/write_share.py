@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SHARE = 0.02  # of the time of the steps, for the engine's thread and the writer's together
+SHARE = 0.01  # of the time of the steps, for the engine's thread and the writer's together
 LAZY_BYTES = 1 << 20  # beside one step; one page at least
 GUESS_BYTES_PER_S = 1e9  # what a copy and its write take until they are measured
 WEIGHT = 0.125  # of a new measurement in the moving average
