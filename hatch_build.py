@@ -9,6 +9,7 @@ not available for a new Python.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -93,8 +94,12 @@ class CompiledWheel(BuildHookInterface[Any]):
     def _compile_core(self, source: Path) -> dict[str, str]:
         """Compile the modules of the cache core; returns extension modules and their places in the wheel."""
         files = [f"ramify/cache/{name}.py" for name in MODULES]
-        # Two builds have the same bytes: no paths of this one, no order of sets.
-        flags = f"{os.environ.get('CFLAGS', '')} -g0 -ffile-prefix-map={source}=."
+        # Two builds have the same bytes: no paths of this one (also of mypyc's own sources in C, which
+        # name themselves in assertions), no order of sets.
+        mypyc = importlib.util.find_spec("mypyc")
+        places = [source, *(Path(mypyc.origin).parents[1:2] if mypyc and mypyc.origin else ())]
+        maps = " ".join(f"-ffile-prefix-map={place}=." for place in places)
+        flags = f"{os.environ.get('CFLAGS', '')} -g0 {maps}"
         settings = {"MYPYC_OPT_LEVEL": "3", "MYPYC_DEBUG_LEVEL": "0", "PYTHONHASHSEED": "0"}
         output = _run(["mypyc", *MYPY, *files], source, **settings, CFLAGS=flags)
         extensions = [path.relative_to(source) for path in source.glob("**/*.so")]
