@@ -29,6 +29,7 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "-q")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import ramify
+from ramify.errors import MissingPackageError
 lacking, count = set(), 0
 for module in pkgutil.walk_packages(ramify.__path__, "ramify.", onerror=lambda name: None):
     if module.name.endswith("__main__"):
@@ -36,8 +37,8 @@ for module in pkgutil.walk_packages(ramify.__path__, "ramify.", onerror=lambda n
     try:
         importlib.import_module(module.name)
         count += 1
-    except ModuleNotFoundError as error:
-        lacking.add(error.name.split(".")[0])
+    except (ModuleNotFoundError, MissingPackageError) as error:
+        lacking.add((error.name or str(error)).split(".")[0].split(" ")[0])
 assert not lacking & {"ramify"}, lacking
 assert count > int(sys.argv[1]), f"only {count} modules were imported; these lack: {lacking}"
 print(f"ramify {ramify.__version__}: {count} modules import; others need {sorted(lacking)}")
@@ -135,7 +136,8 @@ def try_native(wheel: Path, folder: Path) -> None:
     say(run(python, "-c", IMPORT_ALL, "500", folder=folder).strip())
     if run(python, "-c", COMPILED, folder=folder).strip() != "True":
         raise SystemExit(f"the cache core of {wheel.name} is not compiled")
-    demo = json.loads(run(folder / "bin" / "ramify", "demo", "--json", folder=folder))
+    text = run(folder / "bin" / "ramify", "demo", "--json", folder=folder)
+    demo = json.loads(text[text.index("{") :])  # lines of progress are before it
     say(f"{wheel.name}: `ramify demo` ran: {', '.join(demo)}")
 
 
