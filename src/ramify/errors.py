@@ -419,7 +419,7 @@ class StoreUnavailableError(RamifyError):
 
 
 ENGINE_PACKAGES = (
-    "torch", "safetensors", "tokenizers", "prometheus_client", "starlette", "uvicorn", "xxhash"
+    "torch", "safetensors", "tokenizers", "prometheus_client", "starlette", "uvicorn", "xxhash", "regex"
 )  # fmt: skip
 
 

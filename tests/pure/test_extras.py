@@ -36,6 +36,7 @@ def run_without_engine(code: str) -> subprocess.CompletedProcess[str]:
     [
         "import ramify; ramify.PrefixCache, ramify.CacheKey",
         "import ramify.analysis",
+        "import ramify.analysis.simulation.kv_bytes",
         "from ramify.cli import app; sys.argv = ['ramify', '--help']; app()",
     ],
 )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
-
-import regex
+from typing import TYPE_CHECKING
 
 from ramify.errors import CheckpointError
 from ramify.models.configs.fields import shown
+
+if TYPE_CHECKING:
+    import regex
 
 MAX_PATTERN_CHARS = 512
 MAX_COPIES = 1000  # product of what every count copies
@@ -56,6 +58,8 @@ def compile_pattern(text: str, source: str) -> ModulePattern:
     Raises:
         CheckpointError: it is no regular expression, or is above a limit.
     """
+    import regex  # the analyser reads configurations without the packages of the engine
+
     try:
         return ModulePattern(_limited(text), source)
     except (ValueError, regex.error, RecursionError, OverflowError) as error:
@@ -66,6 +70,8 @@ def compile_pattern(text: str, source: str) -> ModulePattern:
 
 
 def _limited(text: str) -> regex.Pattern[str]:
+    import regex
+
     if len(text) > MAX_PATTERN_CHARS:
         raise ValueError(f"it has {len(text)} characters, above {MAX_PATTERN_CHARS}")
     copies = prod(max(1, int(count)) for count in COUNT.findall(text))
