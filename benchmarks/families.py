@@ -288,7 +288,7 @@ def table(
     cost, base_cost = Cost.of(FAMILIES[family][1]), Cost.of(FAMILIES[BASE][1])
     for cell in CELLS:
         machines = [replace(machine, bandwidth=rate) for rate in rates[cell.name]]
-        rounds, rooflines = len(machines), [cost.seconds(cell, each) for each in machines]
+        rounds, rooflines = len(machines), [cost.seconds(cell, machine) for machine in machines]
         ours = next((side for side in sides if side.entry.name == OURS), None)
         for side in sides:
             times = side.seconds[cell.name]
@@ -362,7 +362,9 @@ def main() -> None:
     finally:
         base.end()
     machine = Machine(peaks.flops[args.dtype], peaks.bandwidth, VALUE_BYTES[args.dtype])
-    read = Spread.of([rate for *_, rates in measured for each in rates.values() for rate in each])
+    read = Spread.of(
+        [rate for *_, rates in measured for values in rates.values() for rate in values]
+    )
     print(
         f"\nMeasured peak {machine.peak / 1e9:,.0f} GFLOP/s, read bandwidth {read.mid / 1e9:.1f} "
         f"({read.low / 1e9:.1f}–{read.high / 1e9:.1f}) GB/s; {args.dtype}, {args.rounds} rounds.\n\n{HEAD}"

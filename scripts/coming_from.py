@@ -34,7 +34,11 @@ CODE = re.compile(
 def names_here() -> tuple[frozenset[str], frozenset[str]]:
     """Flags of `ramify serve`, and the names of its parameters."""
     parameters = serve_parameters()
-    flags = (flag for each in parameters.values() for flag in (*each.opts, *each.secondary_opts))
+    flags = (
+        flag
+        for parameter in parameters.values()
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    )
     return frozenset(flags), frozenset(parameters)
 
 

@@ -124,6 +124,16 @@ class _Wrapper:
             out[part] = (weights @ values).transpose(0, 1).to(out.dtype)
         return out
 
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        out: Tensor,
+        kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return self._attend(q, paged_kv_cache, out, kv_cache_sf)
+
 
 def _rows(plane: Tensor, scale: Tensor | None, pages: Tensor, kv_len: int) -> Tensor:
     """[kv_len, kv_heads, dim] float32 of a plane."""
@@ -174,16 +184,6 @@ class _Prefill(_Wrapper):
             use_token_head_sf=use_token_head_sf,
         )
 
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *,
-        out: Tensor,
-        kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        return self._attend(q, paged_kv_cache, out, kv_cache_sf)
-
 
 class _Decode(_Wrapper):
     name = "BatchDecodeWithPagedKVCacheWrapper"
@@ -231,16 +231,6 @@ class _Decode(_Wrapper):
             kv_data_type=kv_data_type,
             use_token_head_sf=use_token_head_sf,
         )
-
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *,
-        out: Tensor,
-        kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        return self._attend(q, paged_kv_cache, out, kv_cache_sf)
 
 
 class _Sinks(_Prefill):

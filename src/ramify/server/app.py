@@ -259,7 +259,9 @@ class Server:
         """Rows of the engine's batch, of all replicas that are ready."""
         engine = self.service.engine
         states = [] if engine.replicas is None else engine.replicas.states()
-        return engine.config.max_num_seqs * max(1, sum(each.state == "ready" for each in states))
+        return engine.config.max_num_seqs * max(
+            1, sum(replica.state == "ready" for replica in states)
+        )
 
     def _background_caller(self, tenant: str) -> Caller | None:
         """The caller of a batch's lines; None: its tenant has no key any more."""

@@ -363,9 +363,9 @@ class RequestService:
         """End a tenant's pins of a prefix that no name has: requests in flight pin it after its end."""
         pages = self._whole_pages(ids)
         has_name = any(
-            len(each.ids) // self.page_size * self.page_size == len(pages)
-            and self._whole_pages(each.ids) == pages
-            for each in self.prefixes.of(tenant)
+            len(prefix.ids) // self.page_size * self.page_size == len(pages)
+            and self._whole_pages(prefix.ids) == pages
+            for prefix in self.prefixes.of(tenant)
         )
         if not has_name and pages:
             await self.engine.cache.unpin_prefix(pages, owner=tenant)

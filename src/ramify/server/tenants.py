@@ -147,8 +147,8 @@ class ApiKeys:
 
     def caller_of(self, tenant: str) -> Caller | None:
         """A caller of a tenant, with the fewest rights that a key of it has; None: it has no key."""
-        callers = [each for each in self._callers.values() if each.tenant == tenant]
-        return min(callers, key=lambda each: each.is_admin, default=None)
+        callers = [caller for caller in self._callers.values() if caller.tenant == tenant]
+        return min(callers, key=lambda caller: caller.is_admin, default=None)
 
     def caller(self, key: str | None) -> Caller:
         """The caller that a key belongs to; compares with every key in constant time.

@@ -124,7 +124,7 @@ async def list_batches(context: RequestContext) -> Response:
     page, has_more = _page(own, context.request.query_params)
     return context.json(
         {
-            "data": [_as_json(context, batches.runner.current(each)) for each in page],
+            "data": [_as_json(context, batches.runner.current(batch)) for batch in page],
             "has_more": has_more,
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,

@@ -69,13 +69,13 @@ async def list_batches(context: RequestContext) -> Response:
     batches = batches_of(context)
     own = own_batches(context, batches, "openai")
     page, has_more = page_of(own, context.request.query_params, default=DEFAULT_PAGE, most=MAX_PAGE)
-    shown = [_as_json(batches.runner.current(each)) for each in page]
+    shown = [_as_json(batches.runner.current(batch)) for batch in page]
     return context.json(list_json(shown, has_more))
 
 
 def own_batches(context: RequestContext, batches: Batches, api: str) -> list[BatchRecord]:
     """The batches of the caller that were made by an API, oldest first."""
-    return [each for each in batches.store.batches(context.caller.tenant) if each.api == api]
+    return [batch for batch in batches.store.batches(context.caller.tenant) if batch.api == api]
 
 
 async def get_batch(context: RequestContext) -> Response:
@@ -123,8 +123,8 @@ def named(context: RequestContext, batches: Batches, api: str) -> BatchRecord:
 def _as_json(batch: BatchRecord) -> dict[str, Any]:
     counts = batch.counts
     errors = [
-        {"code": each.code, "line": each.line, "message": each.message, "param": each.param}
-        for each in batch.errors
+        {"code": error.code, "line": error.line, "message": error.message, "param": error.param}
+        for error in batch.errors
     ]
     return {
         "id": batch.id,

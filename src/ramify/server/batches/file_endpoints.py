@@ -98,11 +98,11 @@ async def list_files(context: RequestContext) -> Response:
         raise ApiError(400, f"{order[:20]!r} is neither asc nor desc", param="order")
     files = store.files(context.caller.tenant)
     if "purpose" in query:
-        files = [each for each in files if each.purpose == query["purpose"]]
+        files = [file for file in files if file.purpose == query["purpose"]]
     page, has_more = page_of(
         files, query, default=MAX_PAGE, most=MAX_PAGE, is_newest_first=order == "desc"
     )
-    return context.json(list_json([_as_json(each) for each in page], has_more))
+    return context.json(list_json([_as_json(file) for file in page], has_more))
 
 
 def list_json(page: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:

@@ -101,14 +101,16 @@ class ResultJournal:
 
     async def _append(self, results: Sequence[ResultLine], within_limits: bool) -> None:
         async with self._lock:
-            new = [each for each in results if not self.is_done[self._numbers[each.custom_id]]]
-            num_bytes = sum(len(each.data) for each in new)
+            new = [
+                result for result in results if not self.is_done[self._numbers[result.custom_id]]
+            ]
+            num_bytes = sum(len(result.data) for result in new)
             if within_limits and not self._space.has_room(self._tenant, num_bytes):
                 raise DiskFullError(
                     "the files of this tenant, or of all, have no room for a result"
                 )
             for index in (0, 1):
-                lines = [each for each in new if each.is_error == bool(index)]
+                lines = [result for result in new if result.is_error == bool(index)]
                 if not lines:
                     continue
                 data = joined(lines)
@@ -120,9 +122,9 @@ class ResultJournal:
                     raise
                 self.num_bytes[index] += len(data)
                 self._space.count(self._tenant, len(data))
-                for each in lines:
-                    self.is_done[self._numbers[each.custom_id]] = 1
-                    self.counts = self.counts.add(each.result)
+                for result in lines:
+                    self.is_done[self._numbers[result.custom_id]] = 1
+                    self.counts = self.counts.add(result.result)
 
     def _write(self, index: int, data: bytes) -> None:
         handle = self._handles[index]

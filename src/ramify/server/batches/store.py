@@ -115,10 +115,10 @@ class BatchStore:
                 is_damaged = True
         if not is_damaged:
             _remove_orphans(folder, files, batches)
-        for file in sorted(files, key=lambda each: (each.created_at, each.id)):
+        for file in sorted(files, key=lambda file: (file.created_at, file.id)):
             self._files.setdefault(file.tenant, {})[file.id] = file
             self.space.count(file.tenant, file.num_bytes + RECORD_BYTES)
-        for batch in sorted(batches, key=lambda each: (each.created_at, each.id)):
+        for batch in sorted(batches, key=lambda batch: (batch.created_at, batch.id)):
             self._batches.setdefault(batch.tenant, {})[batch.id] = batch
             self.space.count(batch.tenant, RECORD_BYTES + self._own_bytes(batch))
 
@@ -133,7 +133,7 @@ class BatchStore:
 
     def files(self, tenant: str) -> list[StoredFile]:
         """A tenant's files that have not expired, oldest first."""
-        return [each for each in self._files.get(tenant, {}).values() if not self._is_past(each)]
+        return [file for file in self._files.get(tenant, {}).values() if not self._is_past(file)]
 
     def find_file(self, tenant: str, name: str) -> StoredFile | None:
         """A file of this tenant; None: there is none, or it has expired."""
@@ -200,7 +200,7 @@ class BatchStore:
         """
         own = self._batches.setdefault(record.tenant, {})
         if len(own) >= MAX_BATCHES:
-            oldest = next((each for each in own.values() if not each.is_unfinished), None)
+            oldest = next((batch for batch in own.values() if not batch.is_unfinished), None)
             if oldest is None:
                 raise ApiError(
                     429,
@@ -248,7 +248,7 @@ class BatchStore:
 
     def _expired(self) -> Iterator[StoredFile | BatchRecord]:
         for files in self._files.values():
-            yield from [each for each in files.values() if self._is_past(each)]
+            yield from [file for file in files.values() if self._is_past(file)]
         for batches in self._batches.values():
             for batch in list(batches.values()):
                 ended_at = batch.ended_at

@@ -46,12 +46,12 @@ def apply_rules(conversation: Conversation, rules: Sequence[PromptRule]) -> Conv
         (Target.FIRST_MESSAGE, _with_note_first, first),
         (Target.LAST_MESSAGE, _with_note_last, last),
     ):
-        moved = [each for each in taken if each.rule.target is target]
+        moved = [piece for piece in taken if piece.rule.target is target]
         if moved and at is not None:
             path = messages[at].path
             messages[at] = put(messages[at], _note(moved, path))
-            applied += [_applied(each, path) for each in moved]
-    applied += [_applied(each, None) for each in taken if each.rule.target is Target.NOWHERE]
+            applied += [_applied(piece, path) for piece in moved]
+    applied += [_applied(piece, None) for piece in taken if piece.rule.target is Target.NOWHERE]
     return replace(conversation, system=system, messages=tuple(messages), applied=tuple(applied))
 
 
@@ -84,7 +84,7 @@ def without_taken(message: Message, rules: Sequence[PromptRule], taken: list[Tak
 
 def left_out(taken: Sequence[TakenText]) -> tuple[AppliedRule, ...]:
     """What is reported of texts that go nowhere."""
-    return tuple(_applied(each, None) for each in taken)
+    return tuple(_applied(piece, None) for piece in taken)
 
 
 def _applied(taken: TakenText, target: str | None) -> AppliedRule:
@@ -115,7 +115,7 @@ def _last_input(messages: Sequence[Message]) -> int | None:
 
 def _note(taken: Sequence[TakenText], path: str) -> TextPart:
     """Texts as a part of the message at `path`."""
-    return TextPart(f"{path}.moved:{taken[0].path}", ("\n".join(each.text for each in taken),))
+    return TextPart(f"{path}.moved:{taken[0].path}", ("\n".join(piece.text for piece in taken),))
 
 
 def _with_note_first(message: Message, note: TextPart) -> Message:

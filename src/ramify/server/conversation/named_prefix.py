@@ -36,7 +36,7 @@ def prefix_of(service: RequestService, tenant: str, name: str | None) -> NamedPr
         return prefix
     known = [*service.prefixes.of(tenant), *service.public_prefixes.of("")]
     names = ", ".join(
-        repr(each.name) for each in known[:NUM_LISTED] if isinstance(each, NamedPrefix)
+        repr(prefix.name) for prefix in known[:NUM_LISTED] if isinstance(prefix, NamedPrefix)
     )
     listed = f"there are {names}{', …' * (len(known) > NUM_LISTED)}" if known else "there are none"
     raise ApiError(

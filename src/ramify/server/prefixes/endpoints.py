@@ -95,7 +95,9 @@ async def list_prefixes(context: RequestContext) -> Response:
     service = context.service
     own = service.prefixes.of(context.caller.tenant)
     prefixes = [
-        each for each in (*own, *service.public_prefixes.of("")) if isinstance(each, NamedPrefix)
+        prefix
+        for prefix in (*own, *service.public_prefixes.of(""))
+        if isinstance(prefix, NamedPrefix)
     ]
     return context.json({"object": "list", "data": await _as_json(prefixes, context)})
 

@@ -94,7 +94,7 @@ async def unpin(prefix: NamedPrefix, service: RequestService, tenant: str) -> No
         await service.unpin_unnamed(prefix.ids, tenant)
         return
     pages = _whole_pages(prefix, service)
-    others = [each for each in service.public_prefixes.of("") if isinstance(each, NamedPrefix)]
+    others = [other for other in service.public_prefixes.of("") if isinstance(other, NamedPrefix)]
     if pages and all(_whole_pages(other, service) != pages for other in others):
         await service.engine.cache.unpin_prefix(pages, owner=PUBLIC)
 

@@ -135,8 +135,10 @@ def _generation_attributes(
         "gen_ai.response.finish_reasons": tuple(
             reason for generation in generations for reason in _finish_reasons(generation)
         ),
-        "gen_ai.usage.input_tokens": sum(len(each.request.prompt.ids) for each in generations),
-        "gen_ai.usage.output_tokens": sum(each.num_output for each in generations),
+        "gen_ai.usage.input_tokens": sum(
+            len(generation.request.prompt.ids) for generation in generations
+        ),
+        "gen_ai.usage.output_tokens": sum(generation.num_output for generation in generations),
     }
     usage = total_usage(generations)
     if usage is not None:
@@ -145,7 +147,8 @@ def _generation_attributes(
         attributes["ramify.replica"] = replica_name(first.placement.replica)
         attributes["ramify.route.reason"] = first.placement.reason
     preemptions = sum(
-        0 if each.output is None else each.output.metrics.preemptions for each in generations
+        0 if generation.output is None else generation.output.metrics.preemptions
+        for generation in generations
     )
     if preemptions:
         attributes["ramify.preemptions"] = preemptions
