@@ -66,3 +66,12 @@ def test_a_long_wait_does_not_let_copies_pile_up() -> None:
     assert share.num_pages == MAX_PAGES
     share.copied(MAX_PAGES, 1e-4)
     assert share.num_pages == 0
+
+
+def test_pages_that_cost_more_than_was_left_are_paid_for_first() -> None:
+    """Those of a store beyond a network come on top; no negative number of pages follows."""
+    share = WriteShare(PAGE_BYTES)
+    share.add_step(60.0)
+    share.copied(10 * MAX_PAGES, 1.0)
+
+    assert share.num_pages == 0

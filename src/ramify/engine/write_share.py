@@ -31,7 +31,7 @@ class WriteShare:
     @property
     def num_pages(self) -> int:
         """Pages that may be copied now."""
-        return min(self._max_pages, int(self._budget_s / self.page_s))
+        return max(0, min(self._max_pages, int(self._budget_s / self.page_s)))
 
     def add_step(self, seconds: float) -> None:
         """A step took so long. What is not spent adds up to the pages of one step."""
