@@ -23,14 +23,16 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from arguments import count, names
 from engines.contract import Setup
+from engines.peaks import Peaks
 from engines.report import setting
-from engines.roofline import ModelShape
+from engines.roofline import Machine, ModelShape, batch_seconds
 from servers.bench_client import BenchClient
 from servers.cells import CELLS, in_order
 from servers.contract import ModelFiles
@@ -59,10 +61,22 @@ def make_client(args: argparse.Namespace, files: ModelFiles) -> Client:
     )
 
 
+def measure_machine(threads: int) -> Machine:
+    """The best of a few samples, taken while no server runs."""
+    peaks = Peaks(threads)
+    for _ in range(4):
+        peaks.sample(DTYPE)
+    return Machine(peaks.flops[DTYPE], peaks.bandwidth, 2)
+
+
+def read_shape(files: ModelFiles) -> ModelShape:
+    """The model's shape, from its configuration."""
+    return ModelShape.of(json.loads((files.checkpoint / "config.json").read_text("utf-8")))
+
+
 def make_setup(files: ModelFiles, threads: int) -> Setup:
     """What the engines without a server are loaded with: the pool of the servers."""
-    config = json.loads((files.checkpoint / "config.json").read_text("utf-8"))
-    token_bytes = ModelShape.of(config).kv_values * 2
+    token_bytes = read_shape(files).kv_values * 2
     return Setup(
         folder=files.checkpoint.parent,
         dtype=DTYPE,
@@ -114,7 +128,9 @@ def main() -> None:
     files = write_model_files(args.scratch.absolute(), args.peers / "llama/bin/llama-quantize")
     entries = [SERVERS[name] for name in args.servers]
     client = make_client(args, files)
-    rounds = Rounds(client, files, args.peers, args.threads)
+    machine = measure_machine(args.threads)
+    bound = partial(batch_seconds, shape=read_shape(files), machine=machine)
+    rounds = Rounds(client, files, args.peers, args.threads, bound)
     try:
         for entry in entries:
             rounds.start(entry, str(ROOT / "src") if entry.engine else "", args.start_limit)
@@ -124,7 +140,7 @@ def main() -> None:
     finally:
         rounds.end()
         client.bench.end()
-    report(args, rounds, client, files, num_rounds)
+    report(args, rounds, client, files, machine, num_rounds)
 
 
 def published_command(arguments: list[str]) -> str:
@@ -138,7 +154,12 @@ def published_command(arguments: list[str]) -> str:
 
 
 def report(
-    args: argparse.Namespace, rounds: Rounds, client: Client, files: ModelFiles, num_rounds: int
+    args: argparse.Namespace,
+    rounds: Rounds,
+    client: Client,
+    files: ModelFiles,
+    machine: Machine,
+    num_rounds: int,
 ) -> None:
     """Print the tables; write every sample to the file of `--json`."""
     entries = [SERVERS[name] for name in args.servers]
@@ -150,7 +171,8 @@ def report(
     print("### Beside the servers of vLLM and llama.cpp\n")
     for name, value in settings.items():
         print(f"- {name}: {value}")
-    print("\n" + METHOD.format(kv_gib=KV_GIB, threads=args.threads, no_q4=NO_VLLM_Q4))
+    limits = {"peak": machine.peak / 1e9, "bandwidth": machine.bandwidth / 1e9}
+    print("\n" + METHOD.format(kv_gib=KV_GIB, threads=args.threads, no_q4=NO_VLLM_Q4, **limits))
     hidden = {
         str(files.checkpoint.parent): "MODELS", str(args.peers): "PEERS", sys.executable: "python",
     }  # fmt: skip

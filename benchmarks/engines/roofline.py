@@ -109,6 +109,42 @@ def _turn_seconds(turn: Turn, shape: ModelShape, machine: Machine) -> float:
     return total
 
 
+def batch_seconds(
+    prompts: Sequence[Sequence[int]], num_new: int, shape: ModelShape, machine: Machine
+) -> float:
+    """The roofline of requests that start together with nothing cached, whatever prefixes they share.
+
+    Args:
+        prompts: token ids; what two of them have in common from the first token on is computed once.
+        num_new: tokens of each answer.
+    """
+    rows = pairs = 0
+    before: Sequence[int] = ()
+    for prompt in sorted(map(tuple, prompts)):
+        shared = next(
+            (at for at, ids in enumerate(zip(before, prompt, strict=False)) if ids[0] != ids[1]),
+            min(len(before), len(prompt)),
+        )
+        own = max(1, len(prompt) - shared)  # the last token is computed always: it makes the logits
+        rows, pairs = rows + own, pairs + _pairs(len(prompt) - own, own)
+        before = prompt
+    weights, count = shape.layer_weights + shape.head_weights, len(prompts)
+    total = max(
+        (
+            2.0 * (rows * shape.layer_weights + count * shape.head_weights)
+            + shape.attention_flops(pairs)
+        )
+        / machine.peak,
+        weights * machine.value_bytes / machine.bandwidth,
+    )
+    for step in range(1, num_new):
+        length = sum(map(len, prompts)) + count * step
+        flops = 2.0 * count * weights + shape.attention_flops(length)
+        read = (weights + (rows + count * step) * shape.kv_values) * machine.value_bytes
+        total += max(flops / machine.peak, read / machine.bandwidth)
+    return total
+
+
 def _pairs(before: int, count: int) -> int:
     """Query rows × keys of `count` causal rows after `before` others."""
     return count * before + count * (count + 1) // 2

@@ -24,6 +24,11 @@ class Cell:
     has_offline: bool = True  # the engine alone can be given the same requests
     after: str = ""  # runs right after this cell, on its seed
 
+    @property
+    def has_bound(self) -> bool:
+        """Whether all requests start at once with nothing cached, as a roofline assumes."""
+        return self.has_offline and not self.after
+
     def arguments(self, seed: int, url: str, tokenizer: str) -> list[str]:
         """Arguments of `vllm bench serve`."""
         return [

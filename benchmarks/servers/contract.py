@@ -155,3 +155,4 @@ class Sample:
     server_cpu_s: float
     idle_cpu_s: float  # of all other servers in that time
     offline: Offline | None = None  # the same requests by the engine without a server
+    bound_s: float | None = None  # what their arithmetic and bytes take on this machine, if known

@@ -27,6 +27,7 @@ from servers.running import RunningServer, free_port
 # What a cell can end with; the next cells are measured all the same.
 FAILURES = (RuntimeError, TimeoutError, TooSlowError, ProcessGoneError, OpenAIError, OSError)
 EncodeChat = Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
+Bound = Callable[[Sequence[Sequence[int]], int], float]  # prompts, new tokens → seconds at least
 PROMPTS_S = 60.0
 SETTLE_S = 0.3  # until a server has counted the response that it has sent
 
@@ -83,11 +84,15 @@ class Client:
 class Rounds:
     """Servers that are up, engines that are loaded, and the samples of both.
 
-    `absent` and `failed` say why there are none: by server, and by server and cell.
+    `absent` and `failed` say why there are none: by server, and by server and cell. `bound` is of
+    requests that are sent at once, in bfloat16.
     """
 
-    def __init__(self, client: Client, files: ModelFiles, peers: Path, threads: int) -> None:
+    def __init__(
+        self, client: Client, files: ModelFiles, peers: Path, threads: int, bound: Bound
+    ) -> None:
         self._client, self._files, self._peers, self._threads = client, files, peers, threads
+        self._bound = bound
         self._servers: dict[str, RunningServer] = {}
         self._engines: dict[str, Worker] = {}
         self.launches: dict[str, Launch] = {}
@@ -151,6 +156,9 @@ class Rounds:
             )
             if cell.has_offline:
                 sample = replace(sample, offline=self._offline(server.entry, cell, seed))
+            if cell.has_bound and server.entry.engine and server.entry.weights == "bf16":
+                bound_s = self._bound(self._client.prompts(cell, seed), cell.num_new)
+                sample = replace(sample, bound_s=bound_s)
         except FAILURES as error:
             cause = "" if error.__cause__ is None else f" ({error.__cause__!r})"
             reason = f"{type(error).__name__}: {error}{cause}{server.end_reason()}"

@@ -10,7 +10,7 @@ from engines.models import shape_of
 from engines.overhead import inside
 from engines.plant import slowed
 from engines.report import best_peer, table
-from engines.roofline import Machine, Turn, seconds
+from engines.roofline import Machine, Turn, batch_seconds, seconds
 from engines.run import Cell, ratios
 from engines.speculation import EDIT_EVERY, PROMPT, edited, until_repeated
 from engines.stats import median_interval, paired_ratios
@@ -93,6 +93,20 @@ def test_a_single_request_decodes_at_the_speed_of_memory() -> None:
 
     read = shape.layer_weights + shape.head_weights + 514 * shape.kv_values
     assert step == pytest.approx(4 * read / KNOWN.bandwidth)
+
+
+def test_prompts_have_the_roofline_of_what_they_share() -> None:
+    """Requests given as token ids: that of the lengths; each of several prefixes is computed once."""
+    shape = shape_of("S")
+
+    def prompts(first: int) -> list[list[int]]:
+        return [[first] * 500 + [own] * 20 for own in range(1_000, 1_008)]
+
+    group = batch_seconds(prompts(1), 5, shape, KNOWN)
+    two = batch_seconds(prompts(2) + prompts(1), 1, shape, KNOWN)
+
+    assert group == pytest.approx(seconds([Turn(0, 500, 520, 8, 5)], shape, KNOWN))
+    assert two == pytest.approx(2 * batch_seconds(prompts(1), 1, shape, KNOWN))
 
 
 # -- workloads -----------------------------------------------------------------------------------

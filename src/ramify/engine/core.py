@@ -126,6 +126,10 @@ class EngineCore:
         self.pipeline = StepPipeline(self.context, self.recovery, self.results, self.drafter, clock)
         self._clock = clock
 
+    def now_s(self) -> float:
+        """Seconds on the clock of requests' metrics. For any thread."""
+        return self._clock()
+
     @property
     def vocab_size(self) -> int:
         """Token ids are in [0, vocab_size)."""
@@ -191,6 +195,7 @@ class EngineCore:
         options: RequestOptions = _DEFAULTS,
         *,
         prompt: str | None = None,
+        arrival_s: float | None = None,
         **named: Any,
     ) -> int:
         """Queue a request; returns its id.
@@ -199,6 +204,7 @@ class EngineCore:
             options: see `AsyncLLM.stream`. Steps are shared fairly between tenants; `explain` and
                 `retention` are answered in `StepOutput.prefix`.
             prompt: the prompt's text, for `RequestOutput.prompt`.
+            arrival_s: when the caller sent it, by `now_s`; None: now. Metrics count from there.
             named: fields of `RequestOptions` by name, in place of those of `options`.
 
         Raises:
@@ -224,6 +230,7 @@ class EngineCore:
             max_len,
             options,
             prompt=prompt,
+            arrival_s=self.now_s() if arrival_s is None else arrival_s,
         )
         for member, tokens in zip((request, *request.children), generated, strict=False):
             self.lifecycle.replay(member, tokens)
@@ -305,7 +312,9 @@ class EngineCore:
         hit = self.hit_verifier.pending.popleft()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
-        request = self.lifecycle.create(ids, params, (hit.namespace, ()), len(ids) + 1)
+        request = self.lifecycle.create(
+            ids, params, (hit.namespace, ()), len(ids) + 1, self.now_s()
+        )
         request.sequence.max_shared = 0  # the recorded request may have kept its tokens private
         self.lifecycle.register(request)
         self.hit_verifier.running[request.id] = hit

@@ -63,6 +63,7 @@ class RequestLifecycle:
         params: SamplingParams,
         scope: tuple[bytes, tuple[Salt, ...]],
         max_len: int,
+        arrival_s: float,
     ) -> Request:
         """A request without logits processor and detokenizer, in no queue and not registered."""
         stop_ids = frozenset(params.stop_token_ids)
@@ -76,7 +77,7 @@ class RequestLifecycle:
             seed=secrets.randbits(62) if params.seed is None else params.seed,
             namespace=scope[0],
             salts=scope[1],
-            arrival_s=self._clock(),
+            arrival_s=arrival_s,
             sequence=Request.new_sequence(ids[:], *scope, params),
         )
 
@@ -89,6 +90,7 @@ class RequestLifecycle:
         options: RequestOptions,
         *,
         prompt: str | None,
+        arrival_s: float,
     ) -> Request:
         """A parent with its n - 1 children, complete but neither registered nor queued.
 
@@ -99,12 +101,14 @@ class RequestLifecycle:
         Raises:
             RequestError: the grammar of the structured output is invalid.
         """
-        parent = self.create(ids, params, scope, max_len)
+        parent = self.create(ids, params, scope, max_len, arrival_s)
         parent.prompt, tenant = prompt, options.tenant
         if options.explain:
             parent.sequence.may_tell = lambda namespace: owner_of_namespace(namespace)[0] == tenant
         for index in range(1, params.n):
-            child = self.create(ids, replace(params, prompt_logprobs=None), scope, max_len)
+            child = self.create(
+                ids, replace(params, prompt_logprobs=None), scope, max_len, arrival_s
+            )
             child.seed = parent.seed + index
             child.index, child.parent = index, parent
             parent.children.append(child)

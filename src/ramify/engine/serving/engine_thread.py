@@ -159,13 +159,17 @@ class EngineThread:
     ) -> None:
         """Queue a request; its id and outputs, or the error that refuses it, go to `collector`.
 
+        It arrives now, though a step that runs takes its time first.
+
         Raises:
             EngineStoppedError, DrainingError: the engine has ended, or takes no more requests.
         """
         if self._state is EngineState.DRAINING:
             raise DrainingError(RETRY_AFTER_S)
 
-        add_request = partial(self.core.add_request, ids, params, options, prompt=prompt)
+        add_request = partial(
+            self.core.add_request, ids, params, options, prompt=prompt, arrival_s=self.core.now_s()
+        )
 
         def add() -> None:
             if self._when_idle:
