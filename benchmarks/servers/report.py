@@ -35,7 +35,9 @@ All servers are up and take turns, one at a time, in reversed order from round t
 the cores. Every round has new prompts, the same for each server, so caches are cold at its beginning. Prefix caching
 is on everywhere; each server has {kv_gib} GiB for K/V and {threads} threads. Answers are greedy and equally long
 (temperature 0, `ignore_eos`). After its start, and off the clock, each server answers 16 requests and 4 chats.
-bf16 is the published Q4_1 file, widened. {no_q4} Completions are sent by `vllm bench serve`; it has no dataset with
+bf16 is the published Q4_1 file, widened.
+{no_q4}
+Completions are sent by `vllm bench serve`; it has no dataset with
 several turns, so chats are sent by OpenAI's SDK.
 
 *Ramify / this* compares servers with the same weights in the same round; above 1 Ramify is faster. The *server's*
