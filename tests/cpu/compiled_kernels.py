@@ -133,7 +133,8 @@ def compiler_for(module: ModuleType, case: str, arch: int, usages: list[Usage]) 
 LAUNCHED = {
     "paged_attention", "merge_split_kv", "add_rms_norm_rows", "gated_activation_rows",
     "rope_and_write_kv", "batch_invariant_gemm", "merge_splits", "sample_rows", "top_logprobs",
-    "batch_invariant_head_gemm", "index_scores_of_tiles",
+    "batch_invariant_head_gemm", "index_scores_of_tiles", "grouped_gemm", "list_pairs", "count_pairs",
+    "place_pairs", "sum_pairs_of_rows",
 }  # fmt: skip
 
 
@@ -169,9 +170,11 @@ def norm(width: int, dtype: torch.dtype) -> None:
 
 
 def activation(kind: str) -> None:
+    """Of dense layers and of experts."""
     from ramify.kernels.triton.activation import gated_activation
 
-    gated_activation(empty(2, 2 * 14336), kind, alpha=1.7, limit=7.0)
+    for experts in (None, empty(2, dtype=torch.int32)):
+        gated_activation(empty(2, 2 * 14336), kind, alpha=1.7, limit=7.0, experts=experts)
 
 
 def rope(kv_dtype: torch.dtype, *, is_normed: bool) -> None:
@@ -201,6 +204,29 @@ def head_gemm(dtype: torch.dtype) -> None:
     whole = empty(128, 256, 512, dtype=dtype)
     HeadGemm(whole[:, :128])(empty(40, 128, 128, dtype=dtype))
     HeadGemm(whole[:, 128:].transpose(1, 2))(empty(40, 128, 512, dtype=dtype))
+
+
+def grouped(dtype: torch.dtype) -> None:
+    """Gate and up, and down, of DeepSeek-V3's experts, of which few are there."""
+    from ramify.kernels.triton.expert_pairs import ExpertPairs
+    from ramify.kernels.triton.gemm import GemmTiles
+    from ramify.kernels.triton.grouped_gemm import GroupedGemm
+
+    experts, rows = empty(4, 8, dtype=torch.int32), GemmTiles.of(dtype).rows
+    blocks = empty(2, rows, dtype=torch.int32), empty(2, dtype=torch.int32)
+    pairs = ExpertPairs(experts, empty(4, 8, dtype=FP32), *blocks)
+    GroupedGemm(empty(2, 4096, 7168, dtype=dtype))(
+        empty(4, 7168, dtype=dtype), pairs, pairs_per_row=8
+    )
+    down = GroupedGemm(empty(2, 7168, 2048, dtype=dtype), empty(2, 7168, dtype=dtype))
+    down(empty(32, 2048, dtype=dtype), pairs, pairs_per_row=1)
+
+
+def pairs_of_experts(num_experts: int, top_k: int) -> None:
+    from ramify.kernels.triton.expert_pairs import sort_pairs, sum_pairs
+
+    pairs = sort_pairs(empty(4, num_experts, dtype=FP32), top_k, 64)
+    sum_pairs(empty(4 * top_k, 7168), pairs)
 
 
 def index(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -266,6 +292,10 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
     "gemm, float32": ("gemm", lambda _: gemm(FP32)),
     "head gemm, exact": ("head_gemm", lambda _: head_gemm(BF16)),
     "head gemm, exact, float32": ("head_gemm", lambda _: head_gemm(FP32)),
+    "grouped gemm, exact": ("grouped_gemm", lambda _: grouped(BF16)),
+    "grouped gemm, exact, float32": ("grouped_gemm", lambda _: grouped(FP32)),
+    "pairs of 256 experts, exact": ("expert_pairs", lambda _: pairs_of_experts(256, 8)),
+    "pairs of 32 experts, exact": ("expert_pairs", lambda _: pairs_of_experts(32, 4)),
     "index, exact": ("index_scores", lambda _: index(BF16, BF16)),
     "index, exact, float32": ("index_scores", lambda _: index(FP32, FP32)),
     "index, int8": ("index_scores", lambda _: index(BF16, torch.int8)),

@@ -19,18 +19,22 @@ _ROOT_HALF = tl.constexpr(0.7071067811865476)
 
 @triton.jit
 def gated_activation_rows(
-    gate_up, out, alpha, limit,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    gate_up, experts, out, alpha, limit,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, HAS_EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """out = act(gate) * up. Grid: (rows, blocks of a row).
 
     Args:
         gate_up: [rows, 2 * WIDTH], contiguous: gate, then up.
+        experts: [rows] int32, with HAS_EXPERTS: a row with -1 is left.
         out: [rows, WIDTH].
         alpha, limit: of `clamped_swiglu_mul`.
         KIND: a key of `GATED_ACTIVATIONS` in `models.ops.functional`.
     """
     row = tl.program_id(0).to(tl.int64)
+    if HAS_EXPERTS:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(experts + row) < 0:
+            return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     at = gate_up + row * (2 * WIDTH) + column
@@ -54,19 +58,26 @@ def gated_activation_rows(
 
 
 def gated_activation(
-    gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0
+    gate_up: Tensor,
+    kind: str,
+    *,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    experts: Tensor | None = None,
 ) -> Tensor:
     """act(gate) * up of rows [rows, 2 * width], gate before up: [rows, width].
 
     Args:
         kind: a key of `models.ops.functional.GATED_ACTIVATIONS`, whose arithmetic this is.
         alpha, limit: of `clamped_swiglu_mul`: gate * sigmoid(alpha * gate) * (up + 1), both clamped.
+        experts: [rows] int32; where it is -1, the result is undefined.
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         gated_activation_rows[rows, triton.cdiv(width, BLOCK)](
-            aligned(gate_up), out, alpha, limit,
-            WIDTH=width, BLOCK=BLOCK, KIND=kind, num_warps=4, enable_fp_fusion=False,
+            aligned(gate_up), gate_up if experts is None else experts, out, alpha, limit,
+            WIDTH=width, BLOCK=BLOCK, KIND=kind, HAS_EXPERTS=experts is not None,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

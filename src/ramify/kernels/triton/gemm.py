@@ -46,6 +46,10 @@ class GemmTiles:
         # float32 is multiplied without tensor cores, from registers
         return cls(32, 32, 32, 1024, 8, 4, 2) if dtype == torch.float32 else cls()
 
+    def split_of(self, k: int) -> int:
+        """Elements of K in a split: of a shorter K one split, no longer than it."""
+        return min(self.split_k, -(-k // self.block_k) * self.block_k)
+
 
 @triton.jit
 def _dot(a, b, acc):
@@ -198,8 +202,7 @@ class BatchInvariantGemm:
         if not rows:
             return out
         tiles = self.tiles
-        # of a shorter K, one split, no longer than it
-        split_k = min(tiles.split_k, triton.cdiv(k, tiles.block_k) * tiles.block_k)
+        split_k = tiles.split_of(k)
         num_tiles = triton.cdiv(rows, tiles.rows) * triton.cdiv(n, tiles.columns)
         num_splits = triton.cdiv(k, split_k)
         # Too few tiles for the device: a program for each split of a tile.
