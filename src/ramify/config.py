@@ -91,7 +91,7 @@ class ModelSection:
     decode_graphs: bool = option(
         False,
         "Capture decode steps as CUDA graphs, one for each bucket of batch sizes; needs `device=cuda`, one "
-        "rank, and a model without experts. Has not run on a GPU yet.",
+        "rank, and for a model with experts `ops=triton`. Has not run on a GPU yet.",
     )
     ops: str = option(
         "auto",

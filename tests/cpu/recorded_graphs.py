@@ -1,14 +1,19 @@
 """Stand-ins for a device's graphs and copies, which fail where a real device would compute nonsense."""
+# triton has no types
+# mypy: disable-error-code="import-untyped"
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ramify.engine.execution.step_graphs import CapturedStep, Outputs
 
+T = TypeVar("T")
 # A call: its operation, and what it was given: tensors by where they come from, other values as they are.
 Call = tuple[str, tuple[Any, ...]]
 
@@ -32,14 +37,9 @@ class CallRecorder(TorchDispatchMode):
     ) -> Any:
         name = str(func)
         assert "_local_scalar_dense" not in name, "the host waits for a value in a captured step"
+        assert "nonzero" not in name, "the host waits for a shape in a captured step"
         assert "lift_fresh" not in name, "a captured step copies a Python value to the device"
-        call = name, tuple(map(self._describe, (*args, *sorted((kwargs or {}).items()))))
-        index = len(self.calls)
-        self.calls.append(call)
-        if self._expected is not None:
-            assert index < len(self._expected), f"call {index} is new: {call}"
-            wanted = self._expected[index]
-            assert call == wanted, f"call {index} differs: {call}, captured was {wanted}"
+        index = self.record(name, (*args, *sorted((kwargs or {}).items())))
         result = func(*args, **(kwargs or {}))
         outputs = result if isinstance(result, list | tuple) else [result]
         for at, output in enumerate(outputs):
@@ -47,6 +47,25 @@ class CallRecorder(TorchDispatchMode):
                 self._made[id(output)] = index, at
                 self._alive.append(output)
         return result
+
+    def __enter__(self) -> Self:
+        RECORDERS.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        RECORDERS.pop()
+        super().__exit__(*error)
+
+    def record(self, name: str, arguments: Sequence[Any]) -> int:
+        """Record a call, or compare it; returns its number."""
+        call, index = (name, tuple(map(self._describe, arguments))), len(self.calls)
+        self.calls.append(call)
+        if self._expected is not None:
+            assert index < len(self._expected), f"call {index} is new: {call}"
+            wanted = self._expected[index]
+            assert call == wanted, f"call {index} differs: {call}, captured was {wanted}"
+        return index
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -62,40 +81,56 @@ class CallRecorder(TorchDispatchMode):
         return repr(value)
 
 
+RECORDERS: list[CallRecorder] = []  # of the functions that run, the innermost last
+
+
+def recorded_call(name: str, arguments: Sequence[Any], compute: Callable[[], T]) -> T:
+    """A call of a kernel, as one call: addresses and Python values, all of which a graph freezes.
+
+    What stands in for the kernel reads and writes tensors in ways of its own, which is not recorded.
+    """
+    if RECORDERS:
+        RECORDERS[-1].record(name, arguments)
+    with _disable_current_modes():
+        return compute()
+
+
+@contextmanager
+def launches_recorded() -> Iterator[None]:
+    """Record launches of Triton's kernels, in the interpreter, as calls with their grids."""
+    if find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    executor: Any = interpreter.GridExecutor
+    run = executor.__call__
+
+    def launch(self: Any, *args: Any, **options: Any) -> Any:
+        arguments = self.grid, *args, *sorted(options.items())
+        return recorded_call(self.fn.__name__, arguments, lambda: run(self, *args, **options))
+
+    executor.__call__ = launch
+    try:
+        yield
+    finally:
+        executor.__call__ = run
+
+
 class RecordedStep:
     """A function that is run again at each replay, and compared with its first run."""
 
     def __init__(self, run: Callable[[], Outputs]) -> None:
         self._run = run
-        with CallRecorder() as recorder:
+        with launches_recorded(), CallRecorder() as recorder:
             run()
         self.calls = recorder.calls
 
     def replay(self) -> Outputs:
-        with CallRecorder(self.calls) as recorder:
+        with launches_recorded(), CallRecorder(self.calls) as recorder:
             outputs = self._run()
         assert len(recorder.calls) == len(self.calls), "calls are missing"
         return outputs
-
-
-class RerunStep:
-    """A function that is run again at each replay, and not compared.
-
-    For kernels in Triton's interpreter, which reads tensors in ways of its own.
-    """
-
-    def __init__(self, run: Callable[[], Outputs]) -> None:
-        self.replay = run
-
-
-class RerunGraphs:
-    """A `GraphDevice` on the CPU."""
-
-    def capture(self, run: Callable[[], Outputs]) -> CapturedStep:
-        return RerunStep(run)
-
-    def drop(self) -> None:
-        pass
 
 
 class RecordedGraphs:

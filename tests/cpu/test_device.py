@@ -150,21 +150,22 @@ def test_exact_needs_two_options_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "has_experts", "words"),
+    ("device", "num_ranks", "has_experts", "ops", "words"),
     [
-        ("cpu", 1, False, "this engine computes on cpu"),
-        ("cuda", 2, False, "with tensor_parallel_size=2"),
-        ("cuda", 1, True, "the experts of this model are chosen by the router"),
+        ("cpu", 1, False, "triton", "this engine computes on cpu"),
+        ("cuda", 2, False, "triton", "with tensor_parallel_size=2"),
+        ("cuda", 1, True, "torch", "the experts of this model are chosen by the router"),
     ],
 )
 def test_graphs_are_refused_where_a_step_cannot_be_captured(
-    device: str, num_ranks: int, has_experts: bool, words: str
+    device: str, num_ranks: int, has_experts: bool, ops: str, words: str
 ) -> None:
-    """On a CPU, over ranks, and with experts, whose choice the host reads in each step."""
-    check_graphs(torch.device("cuda"), num_ranks=1, has_experts=False)
+    """On a CPU, over ranks, and with experts whose choice the host reads in each step, as it does in torch."""
+    for is_moe, others in ((False, "torch"), (False, "triton"), (True, "triton")):
+        check_graphs(torch.device("cuda"), num_ranks=1, has_experts=is_moe, ops=others)
 
     with pytest.raises(ConfigError, match=rf"{words}.*leave decode_graphs out"):
-        check_graphs(torch.device(device), num_ranks=num_ranks, has_experts=has_experts)
+        check_graphs(torch.device(device), num_ranks=num_ranks, has_experts=has_experts, ops=ops)
 
 
 def test_quantised_weights_are_refused_elsewhere() -> None:

@@ -30,7 +30,7 @@ from ramify.models.loader import load_model
 from ramify.outputs import RequestOutput
 from tests.cpu.attention_cases import spec_of
 from tests.cpu.engine_cases import Engine, Model, Sizes, assert_idle, differences
-from tests.cpu.recorded_graphs import LateStream, RerunGraphs
+from tests.cpu.recorded_graphs import LateStream, RecordedGraphs
 from tests.cpu.test_device import OTHER, PAGE, OneDevice, plan_of_two
 from tests.cpu.test_device_executor import on_device
 
@@ -185,17 +185,29 @@ def test_log_probabilities_have_the_same_bits_through_the_executor(
     assert all(output.cache.read_tokens for output in warm)
 
 
-@pytest.mark.parametrize("name", ["v3 dense", "v32 dense"])
-def test_decode_steps_are_captured(checkpoint_of: Callable[[str], Path], name: str) -> None:
-    """Plans of latent attention and of the index are read by the captured step."""
-    options: dict[str, Any] = {"ops": "torch", "exact": False, "attention_backend": "triton"}
-    path = checkpoint_of(name)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("v3 dense", {"ops": "torch", "exact": False}),
+        ("v32 dense", {"ops": "torch", "exact": False}),
+        ("v3", {"ops": "triton", "exact": False}),
+        ("v32", {"ops": "triton"}),
+    ],
+    ids=str,
+)
+def test_decode_steps_are_captured(
+    checkpoint_of: Callable[[str], Path], name: str, options: dict[str, Any]
+) -> None:
+    """Plans of latent attention and of the index, and which experts are chosen, are read by the captured step."""
+    path, options = checkpoint_of(name), options | {"attention_backend": "triton"}
     params = [SamplingParams(max_tokens=count, ignore_eos=True, logprobs=0) for count in (5, 5, 3)]
     expected = engine(path).generate(prompts(), params)
     llm = engine(path, **options)
     runner = llm.engine.runner
+    assert runner.model.reason_not_captured is None and isinstance(runner.backend, MlaAttention)
+    runner.backend._costs = EXPANDED_IS_FREE
     source = BackendSource(runner.backend, runner.pool)
-    decode = DecodeGraphs(runner, source, RerunGraphs(), LateStream(), num_rows=8)
+    decode = DecodeGraphs(runner, source, RecordedGraphs(), LateStream(), num_rows=8)
 
     llm.engine.core.executor = DeviceExecutor(runner, decode=decode)
 
@@ -203,6 +215,25 @@ def test_decode_steps_are_captured(checkpoint_of: Callable[[str], Path], name: s
 
     assert_same_answers(outputs, expected)
     assert 0 < decode.num_captured < decode.num_replayed
+
+
+def test_captured_steps_have_the_bits_of_others(checkpoint_of: Callable[[str], Path]) -> None:
+    """With experts, latent attention and the index of Triton's kernels: log probabilities of both are equal."""
+    options: dict[str, Any] = {"ops": "triton", "attention_backend": "triton"}
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
+    llm = on_device(engine(checkpoint_of("v32"), **options))
+    expected = llm.generate(prompts(), params)
+    llm.cache.clear()
+    runner = llm.engine.runner
+    source = BackendSource(runner.backend, runner.pool)
+    decode = DecodeGraphs(runner, source, RecordedGraphs(), LateStream(), num_rows=8)
+    llm.engine.core.executor = DeviceExecutor(runner, decode=decode)
+
+    outputs = llm.generate(prompts(), params)
+
+    assert decode.num_replayed
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.completions[0].logprobs == other.completions[0].logprobs
 
 
 # -- a device whose tensors have no values -----------------------------------------------------

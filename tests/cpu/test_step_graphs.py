@@ -26,7 +26,7 @@ from ramify.errors import ConfigError
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.budget import examples
 from tests.cpu.engine_cases import assert_idle
-from tests.cpu.recorded_graphs import LateStream, RecordedGraphs, RecordedStep, RerunGraphs
+from tests.cpu.recorded_graphs import LateStream, RecordedGraphs, RecordedStep
 from tests.pure.whole_steps import WholeSteps, run_step
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_a_backend_that_plans_for_graphs_is_captured(tmp_path: Path) -> None:
     llm = engine(checkpoint, attention_backend="triton")
     runner = llm.engine.runner
     source = BackendSource(runner.backend, runner.pool)
-    decode = DecodeGraphs(runner, source, RerunGraphs(), LateStream(), num_rows=8)
+    decode = DecodeGraphs(runner, source, RecordedGraphs(), LateStream(), num_rows=8)
     llm.engine.core.executor = DeviceExecutor(runner, decode=decode)
 
     got = llm.generate(prompts, params)

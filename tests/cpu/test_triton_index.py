@@ -8,12 +8,14 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.device_probe import batch_variant_scores
-from ramify.attention.paged_index import PagedIndex
+from ramify.attention.paged_index import PagedIndex, PagedIndexPlan
 from ramify.attention.sparse_index import IndexQuery
+from ramify.engine.execution.decode_sources import padded_batch
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.layout import Plane
 from ramify.kv.pool import KVLayout, KVPool
 from tests.cpu.attention_cases import assert_same_bits, spec_of
+from tests.cpu.recorded_graphs import RecordedStep
 from tests.cpu.test_sparse_index import DIM, HEADS, Case, as_lists, case_of, reference_selection
 
 pytest.importorskip("triton", reason="the interpreter of Triton's kernels comes with triton")
@@ -135,6 +137,29 @@ def test_a_signature_stays_while_a_graph_of_the_step_holds() -> None:
 
     assert plans[0] == plans[1] == plans[2]
     assert planned(100)[0] != plans[0][0]
+
+
+@pytest.mark.parametrize("longest", [300, 6], ids=["scored", "all keys"])
+def test_a_graph_holds_for_every_number_of_rows_of_its_bucket(longest: int) -> None:
+    """Captured with five requests and replayed with six to eight: one signature, nothing that is frozen differs."""
+    lengths = (longest, 2, 5, 4, 3, 1, 5, 2)
+    case, top_k, bucket = case_of(tuple((cached, 1) for cached in lengths)), 7, 8
+    padding_page = len(case.planes["index_key"]) - 1
+    query = IndexQuery(*(x[:bucket].contiguous() for x in (case.query.q, case.query.weights)))
+    expected, index = reference_selection(case, top_k), index_of(top_k)
+
+    def planned(count: int) -> PagedIndexPlan:
+        batch = case.batch.select(range(count))
+        return index.plan(padded_batch(batch, bucket, padding_page))
+
+    plans = [planned(5)]
+    captured = RecordedStep(lambda: (index.select(plans[-1], query, case.planes),))
+
+    for count in (5, 6, 8, 7):
+        plans.append(planned(count))
+        assert plans[-1].signature == plans[0].signature
+        [selected] = captured.replay()
+        assert as_lists(selected)[:count] == expected[:count]
 
 
 def test_an_empty_batch_selects_nothing() -> None:

@@ -13,6 +13,7 @@ from ramify.attention.device_probe import batch_variant_scores
 from ramify.attention.paged_index import PagedIndex
 from ramify.kernels.triton.activation import gated_activation
 from ramify.kernels.triton.gemm import BatchInvariantGemm
+from ramify.kernels.triton.grouped_gemm import GroupedGemm
 from ramify.kernels.triton.head_gemm import HeadGemm
 from ramify.kernels.triton.norm import add_rms_norm
 from ramify.kernels.triton.rope_kv import HeadNorms, rope_kv
@@ -23,6 +24,7 @@ from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ramify.models.configs.rope import RopeConfig
 from ramify.models.ops.functional import GATED_ACTIVATIONS, apply_rotary, rms_norm
 from ramify.models.ops.rotary_table import RotaryTable
+from ramify.models.ops.triton_experts import RoutedExperts
 from tests.cpu.attention_cases import assert_same_bits, spec_of
 from tests.cpu.test_triton_sampling import ROWS, VOCAB, expected_token, logits_of
 
@@ -143,6 +145,35 @@ def test_a_matrix_for_each_head(dtype: torch.dtype) -> None:
         assert_close(out, torch.einsum("thk,hkn->thn", x.double(), matrices.double()).to(dtype))
         for count in BATCHES:
             assert_same_bits(gemm(x[-count:]), out[-count:])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_experts_are_those_of_a_loop_without_a_host_sync(dtype: torch.dtype) -> None:
+    """32 experts of 4 a row, one of which most rows have; each row as alone, and as by the GEMM of a matrix."""
+    hidden, inner, count, top_k = 776, 520, 32, 4
+    first = rows_of(count, 2 * inner, hidden, dtype=dtype) * hidden**-0.5
+    second = rows_of(count, hidden, inner, dtype=dtype, seed=1) * inner**-0.5
+    x = rows_of(max(BATCHES), hidden, dtype=dtype, seed=2)
+    routed = RoutedExperts(GroupedGemm(first), GroupedGemm(second), "silu_mul", top_k)
+    weights = routed.sample_weights(x)
+    routed(x, weights)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = routed(x, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    total = torch.zeros_like(x)
+    for number in range(count):
+        gemms = BatchInvariantGemm(first[number]), BatchInvariantGemm(second[number])
+        product = gemms[1](gated_activation(gemms[0](x), "silu_mul"))
+        is_routed = weights[:, number, None] != 0
+        weighted = (product.float() * weights[:, number, None]).to(dtype)
+        total = torch.where(is_routed, total + weighted, total)
+    assert_same_bits(out, total)
+    for num_rows in BATCHES:
+        assert_same_bits(routed(x[-num_rows:], weights[-num_rows:]), out[-num_rows:])
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)

@@ -95,8 +95,6 @@ class LocalEngine:
         device = self.device_choice.device
         check_computable(device, has_tiers=requested.tiers.is_used)
         num_ranks = requested.ranks.tensor_parallel_size
-        if requested.model.decode_graphs:
-            check_graphs(device, num_ranks=num_ranks, has_experts=config.moe is not None)
         check_ranks(requested, config, device)
         rank_model = rank_config(config, num_ranks)
         dtype = resolve_dtype(requested.model.dtype, config)
@@ -119,6 +117,13 @@ class LocalEngine:
             kv_dtype=kv_dtype,
         )
         self.ops_choice: OpsChoice = select_ops(requested.model.ops, dtype, device)
+        if requested.model.decode_graphs:
+            check_graphs(
+                device,
+                num_ranks=num_ranks,
+                has_experts=config.moe is not None,
+                ops=self.ops_choice.name,
+            )
         if requested.model.activations != "int16" and self.ops_choice.name != "cpu":
             raise ConfigError(
                 f"activations={requested.model.activations!r} is written for ops='cpu', and this engine "

@@ -90,21 +90,26 @@ def check_exact(device: torch.device, *, ops: str, attention: str) -> None:
         )
 
 
-def check_graphs(device: torch.device, *, num_ranks: int, has_experts: bool) -> None:
+def check_graphs(device: torch.device, *, num_ranks: int, has_experts: bool, ops: str) -> None:
     """Refuse `decode_graphs` where a step cannot be captured.
 
+    Args:
+        ops: name of the model's operations.
+
     Raises:
-        ConfigError: the device is no CUDA device, ranks share the model, or it has experts.
+        ConfigError: the device is no CUDA device, ranks share the model, or the host reads which experts
+            are chosen.
     """
     if device.type != "cuda" or num_ranks > 1:
         raise ConfigError(
             f"decode_graphs=True captures the CUDA graphs of one device, and this engine computes on "
             f"{device} with tensor_parallel_size={num_ranks}; leave decode_graphs out"
         )
-    if has_experts:
+    if has_experts and ops != "triton":
         raise ConfigError(
             "decode_graphs=True captures steps that are the same whatever their tokens, and the experts of "
-            "this model are chosen by the router in each step; leave decode_graphs out"
+            f"this model are chosen by the router in each step, which the host reads with ops={ops!r}; use "
+            "ops='triton', or leave decode_graphs out"
         )
 
 

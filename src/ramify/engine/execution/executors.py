@@ -38,7 +38,7 @@ def build_executor(
     """The executor that runs the steps of an engine as its options say.
 
     Raises:
-        ConfigError: `decode_graphs` with attention that cannot be captured.
+        ConfigError: `decode_graphs` with a model or attention that cannot be captured.
     """
     requested = config.requested
     by_rejection = requested.speculative.speculative_sampling == "rejection"
@@ -63,6 +63,8 @@ def _decode_graphs(
 ) -> DecodeGraphs:
     """Graphs over the plans of Triton's kernels, or over attention in torch operations."""
     pool, num_rows = runner.pool, config.max_num_seqs
+    if (reason := runner.model.reason_not_captured) is not None:
+        raise ConfigError(f"decode_graphs=True: {reason}; leave decode_graphs out")
     source: DecodeSource
     if attention.name == "triton":
         source = BackendSource(runner.backend, pool)

@@ -80,6 +80,11 @@ class CausalDecoder(Protocol):
         """Pad a step to a multiple of this many rows, or its bits are not exact."""
         ...
 
+    @property
+    def reason_not_captured(self) -> str | None:
+        """None, or why no graph can hold a step."""
+        ...
+
     def exactness(self) -> list[Exactness]:
         """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
         ...
@@ -146,6 +151,11 @@ class Decoder:
     def row_multiple(self) -> int:
         """See `CausalDecoder`."""
         return self.ops.row_multiple
+
+    @property
+    def reason_not_captured(self) -> str | None:
+        """See `CausalDecoder`."""
+        return self.ops.reason_not_captured
 
     def exactness(self) -> list[Exactness]:
         """See `CausalDecoder`."""

@@ -51,6 +51,7 @@ class HfDecoder:
     def __init__(self, config: ModelConfig, model: Any, ops: Ops, row_multiple: int) -> None:
         self.config, self.dtype, self.row_multiple = config, ops.dtype, row_multiple
         self.loaded: Mapping[str, LoadedWeight] = {}
+        self.reason_not_captured = "modules of transformers run on a CPU"
         self._model, self._ops = model, ops
         self._decoder = _decoder_of(model)
         self._head, self._hidden = _head_of(model, self._decoder)

@@ -264,6 +264,11 @@ class Ops(Protocol):
         """Pad a step to a multiple of this many rows, or its bits are not exact."""
         ...
 
+    @property
+    def reason_not_captured(self) -> str | None:
+        """None, or why no graph can hold a step of what is bound so far: the host reads values of the device."""
+        ...
+
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         """Rows of the table, multiplied by `scale` in `dtype`."""
         ...

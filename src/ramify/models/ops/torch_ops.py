@@ -99,11 +99,17 @@ class TorchOps:
         self._verdicts: dict[tuple[str, tuple[int, ...], str], Exactness] = {}
         self._tables: dict[tuple[RopeConfig, int], RotaryTable] = {}
         self._gathered: list[RotaryTable] = []  # those of `ForwardStep.angles`
+        self._reason_not_captured: str | None = None
 
     @property
     def row_multiple(self) -> int:
         """See `Ops`."""
         return FP32_ROW_MULTIPLE if self.exact else 1
+
+    @property
+    def reason_not_captured(self) -> str | None:
+        """See `Ops`."""
+        return self._reason_not_captured
 
     def exactness(self) -> list[Exactness]:
         """See `Ops`."""
@@ -234,10 +240,14 @@ class TorchOps:
         activation: GatedActivation = "silu_mul",
     ) -> Experts:
         """See `Ops`."""
-        *gate_up, down = names
-        bind = partial(Mlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
-        routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
-        return LoopedExperts(routed, None if shared is None else bind(shared))
+        return self._looped_experts(
+            prefix,
+            num_experts=num_experts,
+            shared=shared,
+            names=names,
+            activation=activation,
+            reason="operations of torch",
+        )
 
     def lm_head(
         self, name: str, *, norm: Norm, scale: float = 1.0, soft_cap: float | None = None
@@ -288,6 +298,24 @@ class TorchOps:
         return chosen
 
     # -- parts -------------------------------------------------------------------------------
+
+    def _looped_experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        shared: str | None,
+        names: tuple[str, ...],
+        activation: GatedActivation,
+        reason: str,
+    ) -> LoopedExperts:
+        """Experts one after the other, over rows that the host reads from the routing; `reason` says why."""
+        *gate_up, down = names
+        bind = partial(Mlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
+        routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
+        self._reason_not_captured = f"experts run one after the other, as the host reads: {reason}"
+        self._record(Exactness("experts", (num_experts,), dtype_name(self.dtype), "loop", reason))
+        return LoopedExperts(routed, None if shared is None else bind(shared))
 
     def head_matrices(self, name: str, *, num_heads: int, rows: slice, transpose: bool) -> Tensor:
         """The matrices of `head_linear`, a view: [num_heads, n, m]."""

@@ -26,11 +26,13 @@ from ramify.models.configs.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ramify.models.configs.rope import RopeConfig
 from ramify.models.ops.functional import GATED_ACTIVATIONS
 from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.mlp import Mlp
 from ramify.models.ops.probe import cancelled_rows, probe_row_op
 from ramify.models.ops.protocol import (
     Activation,
     Attended,
     DecoderLayer,
+    Experts,
     ForwardStep,
     FusableLayer,
     FusableMlp,
@@ -43,10 +45,12 @@ from ramify.models.ops.protocol import (
     SelfAttention,
     Shard,
 )
-from ramify.models.ops.quantized import QuantizedWeight
+from ramify.models.ops.protocol import GatedActivation as GatedActivationName
+from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.rotary_table import RotaryTable
 from ramify.models.ops.torch_modules import TorchHeadLinear
 from ramify.models.ops.torch_ops import TorchOps
+from ramify.models.ops.triton_experts import GroupedExperts, RoutedExperts, UngroupableError
 
 if TYPE_CHECKING:
     from ramify.kernels.triton.rope_kv import HeadNorms
@@ -55,7 +59,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonOps(TorchOps):
-    """RMS norms, gated activations, rope with K/V write; and if exact, batch-invariant GEMMs.
+    """RMS norms, gated activations, rope with K/V write, experts; and if exact, batch-invariant GEMMs.
 
     Without `exact`, matrices are multiplied by torch. Other operations are those of `TorchOps`, whose
     arguments these are.
@@ -125,6 +129,59 @@ class TritonOps(TorchOps):
         ):
             gemm = row_by_row(gemm)
         return TorchHeadLinear(matrices, gemm)
+
+    def experts(
+        self,
+        prefix: str,
+        *,
+        num_experts: int,
+        top_k: int,
+        shared: str | None,
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        activation: GatedActivationName = "silu_mul",
+    ) -> Experts:
+        """See `Ops`: grouped GEMMs over blocks of the rows of an expert, if the matrices are alike."""
+        *gate_up, down = names
+
+        def read(linears: Sequence[str], number: int) -> tuple[Weight, Tensor | None]:
+            return self._matrix([f"{prefix}{number}.{name}" for name in linears], None)
+
+        try:
+            if self._strategy is not None:
+                raise UngroupableError(f"linear_strategy={self._strategy!r}")
+            routed = RoutedExperts.of(
+                partial(read, gate_up), partial(read, [down]), num_experts, top_k, activation
+            )
+        except UngroupableError as error:
+            return self._looped_experts(
+                prefix,
+                num_experts=num_experts,
+                shared=shared,
+                names=names,
+                activation=activation,
+                reason=str(error),
+            )
+        mlp = None
+        if shared is not None:
+            mlp = Mlp(self, shared, activation=activation, gate_up=tuple(gate_up), down=down)
+        return GroupedExperts(self._independent(routed), mlp)
+
+    def _independent(self, routed: RoutedExperts) -> Callable[[Tensor, Tensor], Tensor]:
+        """The routed experts, row by row if `exact` and their rows depend on each other."""
+        shape = tuple(routed.gate_up.weight.shape)
+        if not self.exact:
+            verdict = Exactness("experts", shape, dtype_name(self.dtype), "triton", "exact=False")
+            self._record(verdict)
+            return routed
+
+        def samples() -> tuple[Tensor, ...]:
+            [x] = self._matrix_rows(routed.gate_up.weight[0])
+            return x, routed.sample_weights(x)
+
+        reason = f"blocks of {routed.gate_up.tiles.rows} rows of an expert"
+        if self._is_invariant("experts", routed, shape, samples, reason, self.dtype):
+            return routed
+        return row_by_row(routed)
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`."""
@@ -212,7 +269,7 @@ class TritonOps(TorchOps):
     def _is_invariant(
         self,
         operation: str,
-        op: RowOp,
+        op: Callable[..., Tensor],
         shape: tuple[int, ...],
         samples: Callable[[], tuple[Tensor, ...]],
         reason: str,

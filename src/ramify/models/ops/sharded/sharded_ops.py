@@ -104,6 +104,11 @@ class ShardedOps:
         """See `Ops`."""
         return self._inner.row_multiple
 
+    @property
+    def reason_not_captured(self) -> str | None:
+        """See `Ops`."""
+        return self._inner.reason_not_captured
+
     def exactness(self) -> list[Exactness]:
         """See `Ops`."""
         order = "in rank order" if self._group.in_order else "as the library adds"
