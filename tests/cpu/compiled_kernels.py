@@ -206,8 +206,8 @@ def head_gemm(dtype: torch.dtype) -> None:
     HeadGemm(whole[:, 128:].transpose(1, 2))(empty(40, 128, 512, dtype=dtype))
 
 
-def grouped(dtype: torch.dtype) -> None:
-    """Gate and up, and down, of DeepSeek-V3's experts, of which few are there."""
+def grouped(dtype: torch.dtype, *, is_down: bool) -> None:
+    """Gate and up, or down with a bias, of DeepSeek-V3's experts, of which few are there."""
     from ramify.kernels.triton.expert_pairs import ExpertPairs
     from ramify.kernels.triton.gemm import GemmTiles
     from ramify.kernels.triton.grouped_gemm import GroupedGemm
@@ -215,11 +215,12 @@ def grouped(dtype: torch.dtype) -> None:
     experts, rows = empty(4, 8, dtype=torch.int32), GemmTiles.of(dtype).rows
     blocks = empty(2, rows, dtype=torch.int32), empty(2, dtype=torch.int32)
     pairs = ExpertPairs(experts, empty(4, 8, dtype=FP32), *blocks)
-    GroupedGemm(empty(2, 4096, 7168, dtype=dtype))(
-        empty(4, 7168, dtype=dtype), pairs, pairs_per_row=8
-    )
-    down = GroupedGemm(empty(2, 7168, 2048, dtype=dtype), empty(2, 7168, dtype=dtype))
-    down(empty(32, 2048, dtype=dtype), pairs, pairs_per_row=1)
+    if is_down:
+        down = GroupedGemm(empty(2, 7168, 2048, dtype=dtype), empty(2, 7168, dtype=dtype))
+        down(empty(32, 2048, dtype=dtype), pairs, pairs_per_row=1)
+    else:
+        gate_up = GroupedGemm(empty(2, 4096, 7168, dtype=dtype))
+        gate_up(empty(4, 7168, dtype=dtype), pairs, pairs_per_row=8)
 
 
 def pairs_of_experts(num_experts: int, top_k: int) -> None:
@@ -292,8 +293,14 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
     "gemm, float32": ("gemm", lambda _: gemm(FP32)),
     "head gemm, exact": ("head_gemm", lambda _: head_gemm(BF16)),
     "head gemm, exact, float32": ("head_gemm", lambda _: head_gemm(FP32)),
-    "grouped gemm, exact": ("grouped_gemm", lambda _: grouped(BF16)),
-    "grouped gemm, exact, float32": ("grouped_gemm", lambda _: grouped(FP32)),
+    **{
+        f"experts, {name}, exact{', float32' * (dtype == FP32)}": (
+            "grouped_gemm",
+            partial(lambda _, **sizes: grouped(**sizes), dtype=dtype, is_down=name == "down"),
+        )
+        for name in ("gate and up", "down")
+        for dtype in (BF16, FP32)
+    },
     "pairs of 256 experts, exact": ("expert_pairs", lambda _: pairs_of_experts(256, 8)),
     "pairs of 32 experts, exact": ("expert_pairs", lambda _: pairs_of_experts(32, 4)),
     "index, exact": ("index_scores", lambda _: index(BF16, BF16)),

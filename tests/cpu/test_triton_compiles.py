@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # In the default tier: one launch of each kernel, on one architecture.
 QUICK = (
     "norm 4096", "silu_mul", "rope, K/V", "gemm", "head gemm, exact", "index, exact", "sampling",
-    "attention, exact", "grouped gemm, exact", "pairs of 256 experts, exact",
+    "attention, exact", "experts, gate and up, exact", "pairs of 32 experts, exact",
 )  # fmt: skip
 
 

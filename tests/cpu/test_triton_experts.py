@@ -160,7 +160,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> N
     routed, weights, x = routed_of(matrices_of(dtype)), weights_of("by chance"), rows_of(dtype)
     expected = routed(x, weights)
 
-    for rows in (slice(0, 1), slice(3, 8), slice(10, 11)):
+    for rows in (slice(0, 1), slice(3, 8)):
         assert_same_bits(routed(x[rows], weights[rows]), expected[rows])
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
     assert_same_bits(routed(x[order], weights[order]), expected[order])
