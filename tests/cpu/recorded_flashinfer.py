@@ -1,47 +1,22 @@
 """In place of the package flashinfer: its wrappers' parameters, recorded calls, attention in torch.
 
-What is computed comes from the very arguments of `plan` and `run` alone. `SIGNATURES` are those of
-flashinfer-python 0.7.4; `test_flashinfer.py` compares them with an installed package.
+What is computed comes from the very arguments of `plan` and `run` alone, whose names are those of
+`flashinfer_signatures`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Parameters that a call of ours may name or fill, in the package's order.
-SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
-    "BatchPrefillWithPagedKVCacheWrapper": {
-        "__init__": ("float_workspace_buffer", "kv_layout"),
-        "plan": (
-            "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len",
-            "num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size", "head_dim_vo",
-            "custom_mask", "packed_custom_mask", "causal", "pos_encoding_mode",
-            "use_fp16_qk_reduction", "sm_scale", "window_left", "logits_soft_cap", "rope_scale",
-            "rope_theta", "q_data_type", "kv_data_type", "use_token_head_sf",
-        ),
-        "run": ("q", "paged_kv_cache", "out", "kv_cache_sf"),
-    },
-    "BatchDecodeWithPagedKVCacheWrapper": {
-        "__init__": ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores"),
-        "_plan_impl": (
-            "indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim",
-            "page_size", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type",
-            "sm_scale", "use_token_head_sf",
-        ),
-        "run": ("q", "paged_kv_cache", "out", "kv_cache_sf"),
-    },
-    "BatchAttentionWithAttentionSinkWrapper": {
-        "__init__": (
-            "float_workspace_buffer", "kv_layout", "q_data_type", "kv_data_type", "head_dim_qk",
-            "head_dim_vo", "window_left",
-        ),
-        "run": ("q", "paged_kv_cache"),
-    },
-}  # fmt: skip
+from tests.cpu.flashinfer_signatures import SIGNATURES
+from tests.cpu.recorded_graphs import recorded_call
 
 
 @dataclass
@@ -59,18 +34,27 @@ class _Wrapper:
     calls: Calls
     name = ""
 
-    def _begin(self, workspace: Tensor, kv_layout: str) -> None:
+    def _begin(
+        self, workspace: Tensor, kv_layout: str, buffers: dict[str, Tensor] | None = None
+    ) -> None:
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
         self._plan: dict[str, Any] = {}
+        self._buffers = buffers or {}
         self.calls.made.append(self.name)
 
     def _planned(self, **arguments: Any) -> None:
-        for name in ("qo_indptr", "indptr", "indices", "last_page_len"):
-            assert arguments[name].dtype == torch.int32
+        """Keep the plan of a step; in the buffers of a wrapper for graphs, of the same shapes in all plans."""
+        for name, value in arguments.items():
+            assert not isinstance(value, Tensor) or value.dtype == torch.int32, name
         self._plan = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
+        for name, buffer in self._buffers.items():
+            count = len(self._plan[name])
+            assert count <= len(buffer) if name == "indices" else count == len(buffer), name
+            self._plan[name] = buffer
+            buffer[:count].copy_(arguments[name])
         self.calls.planned.append((self.name, self._plan))
 
     def _attend(
@@ -83,8 +67,25 @@ class _Wrapper:
         sm_scale: float | None = None,
     ) -> Tensor:
         """Causal attention, aligned bottom-right, of each request over its pages."""
-        plan = self._plan
+        arguments = q, *kv, out, *(scales or ()), sinks, sm_scale
+        return self._as_kernel(
+            arguments, lambda: self._compute(q, kv, out, scales, sinks, sm_scale)
+        )
+
+    def _as_kernel(self, arguments: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
         self.calls.num_runs += 1
+        return recorded_call(self.name, (*arguments, *self._plan.values()), compute)
+
+    def _compute(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        out: Tensor,
+        scales: tuple[Tensor, Tensor] | None,
+        sinks: Tensor | None,
+        sm_scale: float | None,
+    ) -> Tensor:
+        plan = self._plan
         assert len(q) == int(plan["qo_indptr"][-1]) and q.is_contiguous() and out.is_contiguous()
         assert q.dtype == plan["q_data_type"] and kv[0].dtype == plan["kv_data_type"]
         assert (
@@ -194,9 +195,25 @@ class _Decode(_Wrapper):
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
     ) -> None:
-        self._begin(float_workspace_buffer, kv_layout)
+        of_graphs = {
+            "indptr": paged_kv_indptr_buffer,
+            "indices": paged_kv_indices_buffer,
+            "last_page_len": paged_kv_last_page_len_buffer,
+        }
+        buffers = {name: x for name, x in of_graphs.items() if x is not None}
+        assert len(buffers) == (3 if use_cuda_graph else 0)
+        assert backend == ("fa2" if use_cuda_graph else "auto")
+        self._begin(float_workspace_buffer, kv_layout, buffers)
         self.use_tensor_cores = use_tensor_cores
+        if use_cuda_graph:
+            assert paged_kv_last_page_len_buffer is not None
+            count = len(paged_kv_last_page_len_buffer) + 1
+            self._buffers["qo_indptr"] = torch.zeros(count, dtype=torch.int32)
 
     def plan(
         self,
@@ -262,10 +279,145 @@ class _Sinks(_Prefill):
         return self._attend(q, paged_kv_cache, out, None, sinks, sm_scale)
 
 
-class RecordedFlashInfer:
-    """A library whose wrappers record their calls in `calls`."""
+@dataclass(frozen=True)
+class _Metadata:
+    """`MLAPlanMetadata` of 0.7.4."""
 
-    def __init__(self) -> None:
+    arrays: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    @classmethod
+    def csr(
+        cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor
+    ) -> _Metadata:
+        return cls((qo_indptr, kv_indptr, kv_indices, kv_len_arr))
+
+
+class _Latent(_Wrapper):
+    """Shared by both versions: absorbed attention over latents and ropes."""
+
+    name = "BatchMLAPagedAttentionWrapper"
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        of_graphs = {
+            "qo_indptr": qo_indptr,
+            "indptr": kv_indptr,
+            "indices": kv_indices,
+            "kv_lens": kv_len_arr,
+        }
+        buffers = {name: x for name, x in of_graphs.items() if x is not None}
+        assert len(buffers) == (4 if use_cuda_graph else 0)
+        self._begin(float_workspace_buffer, "NHD", buffers)
+        assert backend == "fa2"  # a CPU is no Hopper
+
+    def _plan_arrays(self, arrays: tuple[Tensor, Tensor, Tensor, Tensor], **options: Any) -> None:
+        rows, indptr, indices, kv_lens = arrays
+        assert options["causal"] and options["q_data_type"] == options["kv_data_type"]
+        size = options["page_size"]
+        counts = (indptr[1:] - indptr[:-1]).tolist()
+        assert counts == [-(-length // size) for length in kv_lens.tolist()]
+        self._planned(
+            qo_indptr=rows,
+            indptr=indptr,
+            indices=indices,
+            kv_lens=kv_lens,
+            **options,
+        )
+
+    def _attend_latents(
+        self, query: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], out: Tensor
+    ) -> Tensor:
+        compute = partial(self._compute_latents, query, kv, out)
+        return self._as_kernel((*query, *kv, out), compute)
+
+    def _compute_latents(
+        self, query: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], out: Tensor
+    ) -> Tensor:
+        plan = self._plan
+        dims, heads = (plan["head_dim_ckv"], plan["head_dim_kpe"]), plan["num_heads"]
+        for rows_of_q, plane, dim in zip(query, kv, dims, strict=True):
+            assert rows_of_q.shape[1:] == (heads, dim)
+            assert rows_of_q.dtype == plan["q_data_type"]
+            assert plane.shape[1:] == (plan["page_size"], dim)
+            assert plane.dtype == plan["kv_data_type"]
+        assert out.shape == query[0].shape and out.is_contiguous()
+        q, rows = torch.cat(query, -1).float(), plan["qo_indptr"].tolist()
+        indptr = plan["indptr"].tolist()
+        for request, kv_len in enumerate(plan["kv_lens"].tolist()):
+            pages = plan["indices"][indptr[request] : indptr[request + 1]].long()
+            latents, ropes = (plane[pages].flatten(0, 1)[:kv_len].float() for plane in kv)
+            part = slice(rows[request], rows[request + 1])
+            scores = torch.einsum("thd,nd->htn", q[part], torch.cat((latents, ropes), -1))
+            positions = torch.arange(kv_len - scores.shape[1], kv_len)
+            hidden = torch.arange(kv_len) > positions[:, None]
+            weights = (scores * plan["sm_scale"]).masked_fill(hidden, -torch.inf).softmax(-1)
+            out[part] = (weights @ latents).transpose(0, 1).to(out.dtype)
+        return out
+
+
+class _OldLatent(_Latent):
+    """As in 0.2.10: metadata and planes are arguments of their own."""
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        self._plan_arrays(
+            (qo_indptr, kv_indptr, kv_indices, kv_len_arr), num_heads=num_heads,
+            head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size,
+            causal=causal, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
+
+    def run(  # type: ignore[override]
+        self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, out: Tensor
+    ) -> Tensor:
+        return self._attend_latents((q_nope, q_pe), (ckv_cache, kpe_cache), out)
+
+
+class _NewLatent(_Latent):
+    """As in 0.7.4: metadata in an object, and queries and planes in pairs."""
+
+    def plan(
+        self, *, metadata: _Metadata, query_layout: str, kv_cache_layout: str, **options: Any
+    ) -> None:
+        assert query_layout == kv_cache_layout == "split"
+        assert options.keys() < {*SIGNATURES[self.name]["plan"]}
+        self._plan_arrays(metadata.arrays, **options)
+
+    def run(  # type: ignore[override]
+        self, *, query: tuple[Tensor, Tensor], kv_cache: tuple[Tensor, Tensor], out: Tensor
+    ) -> Tensor:
+        return self._attend_latents(query, kv_cache, out)
+
+
+class RecordedFlashInfer:
+    """A library whose wrappers record their calls in `calls`.
+
+    Args:
+        is_old: in the version of `OLD_SIGNATURES`.
+    """
+
+    def __init__(self, *, is_old: bool = False) -> None:
         self.calls = Calls()
-        for kind in (_Prefill, _Decode, _Sinks):
+        self.mla = SimpleNamespace() if is_old else SimpleNamespace(MLAPlanMetadata=_Metadata)
+        for kind in (_Prefill, _Decode, _Sinks, _OldLatent if is_old else _NewLatent):
             setattr(self, kind.name, type(kind.__name__, (kind,), {"calls": self.calls}))

@@ -11,10 +11,14 @@ from torch import Tensor
 from ramify.attention import backend_timing
 from ramify.attention.backend import select_backend
 from ramify.attention.backend_timing import faster_backend, faster_choice, time_backend
+from ramify.attention.backends import flashinfer
 from ramify.attention.backends.eager import EagerBackend
+from ramify.attention.backends.flashinfer import NUM_STAGES, reason_not_servable
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import ProbeStore
+from ramify.attention.spec import AttentionSpec
 from tests.cpu.attention_cases import CPU, spec_of
+from tests.cpu.recorded_flashinfer import RecordedFlashInfer
 
 SPEC = spec_of(windows=(None, 9), sinks=True)
 
@@ -43,8 +47,10 @@ class Clock:
 class Slow(EagerBackend):
     """Takes so many seconds for a decode, and for a prompt; planning takes as long as two layers."""
 
-    def __init__(self, clock: Clock, decode: float, prompt: float) -> None:
-        super().__init__(SPEC, CPU)
+    def __init__(
+        self, clock: Clock, decode: float, prompt: float, *, spec: AttentionSpec = SPEC
+    ) -> None:
+        super().__init__(spec, CPU)
         self._clock, self._seconds, self.num_runs = clock, (decode, prompt), 0
 
     def plan(self, batch: AttentionBatch) -> Any:
@@ -90,6 +96,48 @@ def test_another_is_chosen_if_it_is_clearly_faster(
     assert name == chosen and again == (name, reason)
     assert "a 2,000,000 µs a decode, 2,000,000 µs a prompt; b " in reason
     assert backends["a"].num_runs == num_runs
+
+
+@pytest.mark.parametrize(
+    ("decode", "prompt", "chosen"), [(0.5, 3.0, "b"), (0.97, 0.1, "a"), (1.1, 0.1, "a")]
+)
+def test_latents_are_chosen_for_by_decodes(decode: float, prompt: float, chosen: str) -> None:
+    """Over planes of latents; how fast a prompt is does not count, which may be expanded instead."""
+    spec = spec_of(kind="mla", num_heads=3, num_kv_heads=1, head_dim=24, value_dim=16)
+    clock = Clock()
+    backends = {
+        name: Slow(clock, *seconds, spec=spec)
+        for name, seconds in (("a", (1.0, 1.0)), ("b", (decode, prompt)))
+    }
+    makers = {name: lambda backend=backend: backend for name, backend in backends.items()}
+
+    name, reason = faster_backend(makers, spec, CPU, store=ProbeStore(None), clock=clock)
+
+    assert name == chosen, reason
+
+
+def test_flashinfer_competes_for_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wrapper is timed as others are, and named with what was measured."""
+    spec = spec_of(
+        kind="mla", num_heads=3, num_kv_heads=1, head_dim=576, value_dim=512, dtype=torch.bfloat16
+    )
+    library = RecordedFlashInfer()
+    for name in ("NUM_CALLS", "NUM_ROUNDS"):
+        monkeypatch.setattr(backend_timing, name, 1)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(flashinfer, "import_module", lambda _: library)
+    monkeypatch.setattr(
+        flashinfer.FlashInferBackend,
+        "supports",
+        classmethod(lambda _kind, spec, _: reason_not_servable(spec)),
+    )
+    choice = select_backend("eager", spec, CPU)
+
+    timed = faster_choice(choice, spec, CPU, names=("eager", "flashinfer"), store=ProbeStore(None))
+
+    assert timed.name in {"eager", "flashinfer"}
+    assert "; flashinfer " in timed.reason and "flashinfer fails" not in timed.reason
+    assert library.calls.made == ["BatchMLAPagedAttentionWrapper"] * NUM_STAGES
 
 
 def test_a_backend_that_cannot_be_built_is_left_out() -> None:

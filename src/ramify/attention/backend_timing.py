@@ -35,7 +35,11 @@ class BackendTimes:
 
     def gain_over(self, other: BackendTimes) -> float:
         """How many times as fast it is: the mean over both steps, geometric."""
-        return float((other.decode / self.decode * (other.prompt / self.prompt)) ** 0.5)
+        return float((self.decode_gain_over(other) * (other.prompt / self.prompt)) ** 0.5)
+
+    def decode_gain_over(self, other: BackendTimes) -> float:
+        """How many times as fast a decode is."""
+        return other.decode / self.decode
 
     def __str__(self) -> str:
         return f"{self.decode * 1e6:,.0f} µs a decode, {self.prompt * 1e6:,.0f} µs a prompt"
@@ -51,7 +55,8 @@ def faster_backend(
 ) -> tuple[str, str]:
     """The name of the fastest backend, and the times of all.
 
-    The first is taken unless another is faster by `LEAST_GAIN`. A backend that raises, as where a compiler
+    The first is taken unless another is faster by `LEAST_GAIN`; for latents by decodes alone, because
+    prompts are expanded where that is faster (see `MlaAttention`). A backend that raises, as where a compiler
     is missing, is left out; the first is not. Remembered by device, versions, and the shape of the model.
 
     Args:
@@ -73,15 +78,17 @@ def faster_backend(
                 notes.append(f"{name} fails: {lines[0]}")
             else:
                 notes.append(f"{name} {times[name]}")
-        gains = {
-            name: of_name.gain_over(times[next(iter(times))]) for name, of_name in times.items()
-        }
+        gain, first = BackendTimes.gain_over, times[next(iter(times))]
+        if spec.kind == "mla":
+            gain = BackendTimes.decode_gain_over
+        gains = {name: gain(of_name, first) for name, of_name in times.items()}
         best = max(gains, key=lambda name: gains[name])
         chosen = best if gains[best] >= LEAST_GAIN else next(iter(times))
         return chosen, f"measured on this device: {'; '.join(notes)}"
 
     verdict: Exactness = store.verdict(
-        f"attention backend with {_versions()}, windows {len(set(spec.windows))}, sinks {spec.sinks}",
+        f"{'latent ' * (spec.kind == 'mla')}attention backend with {_versions()}, "
+        f"windows {len(set(spec.windows))}, sinks {spec.sinks}",
         (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size, len(spec.windows)),
         spec.plane_dtype,
         choose,
@@ -136,6 +143,8 @@ def time_backend(
     lengths = [DECODE_KEYS] * NUM_DECODES
     num_pages = max(-(-(NUM_CACHED + NUM_NEW) // size), -(-DECODE_KEYS // size) * NUM_DECODES)
     layout = KVLayout.mha(1, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+    if spec.kind == "mla":
+        layout = KVLayout.mla(1, spec.v_head_dim, spec.head_dim - spec.v_head_dim)
     pool = KVPool(layout, num_pages, size, dtype=spec.plane_dtype, device=device)
     slots = torch.arange(num_pages * size, device=device)
     pool.write_kv(

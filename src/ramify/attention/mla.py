@@ -166,6 +166,21 @@ class MlaAttention:
         self._chunk_keys = chunk_keys
         self._costs, self._heads = costs, heads
 
+    def over(self, backend: AttentionBackend) -> MlaAttention:
+        """The same over another backend, built with the same `spec`."""
+        return MlaAttention(
+            backend,
+            self.spec,
+            nope_dim=self._nope_dim,
+            value_dim=self._value_dim,
+            index=self.index,
+            path=self._path,
+            chunk_keys=self._chunk_keys,
+            costs=self._costs,
+            heads=self._heads,
+            device=self.device,
+        )
+
     @property
     def costs(self) -> MlaCostModel:
         """Seconds per unit of work of both paths, measured on first use with random values."""

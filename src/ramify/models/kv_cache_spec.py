@@ -89,7 +89,7 @@ def build_attention(
     """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index.
 
     Beside Triton's attention the scores of the index are those of a Triton kernel too. Off the CPU
-    the backend also attends to expanded K and V, if it supports them.
+    the backend also attends to expanded K and V, if it supports them, or else Triton's does.
 
     Args:
         device: the backend's.
@@ -109,13 +109,13 @@ def build_attention(
             exact=spec.exact,
         )
     widths: dict[str, int] = {"nope_dim": mla.nope_dim, "value_dim": mla.value_dim}
-    kind, heads = type(backend), None
-    if (
-        device.type != "cpu"
-        and reason_not_expanded(spec) is None
-        and kind.supports(heads_spec(spec, spec.num_heads, **widths), device) is None
-    ):
-        heads = ExpandedHeads(kind, spec, device=device, **widths)
+    heads = None
+    if device.type != "cpu" and reason_not_expanded(spec) is None:
+        expanded = heads_spec(spec, spec.num_heads, **widths)
+        kinds: tuple[type[AttentionBackend], ...] = (type(backend), TritonBackend)
+        usable = [kind for kind in kinds if kind.supports(expanded, device) is None]
+        if usable:
+            heads = ExpandedHeads(usable[0], spec, device=device, **widths)
     return MlaAttention(
         backend,
         spec,

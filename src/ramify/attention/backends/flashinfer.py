@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ramify.attention.backends.flashinfer_buffers import GraphBuffers
+from ramify.attention.backends.flashinfer_mla import LatentWrapper, reason_not_latent
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.inputs import RunInputs
@@ -29,32 +31,50 @@ NUM_STAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """A step; the wrappers hold it until the next plan but one."""
+    """A step; the wrappers hold it until the next plan but one, those of captured steps until the next."""
 
     num_tokens: int
     wrappers: dict[int | None, Any]  # by window
 
+    @property
+    def signature(self) -> Hashable:
+        """What a CUDA graph of a decode step depends on, with `graph_pages`."""
+        return self.num_tokens
+
 
 class _Stage:
-    """Wrappers of a step by window, for prefills and for decodes, and when their plan has been copied."""
+    """Wrappers of a step by window, for prefills and for decodes, and when their plan has been copied.
 
-    def __init__(self) -> None:
+    Args:
+        buffers: of the wrappers of captured steps.
+    """
+
+    def __init__(self, buffers: GraphBuffers | None = None) -> None:
+        self.buffers = buffers
         self.prefill: dict[int | None, Any] = {}
         self.decode: dict[int | None, Any] = {}
         self.copied: torch.cuda.Event | None = None
 
 
 class FlashInferBackend:
-    """A wrapper for each window; steps of decodes alone have FlashInfer's decode wrappers.
+    """A wrapper for each window; steps of decodes alone have FlashInfer's decode wrappers; latents have one.
 
     Float8 planes are read with their scales, one for each token and head.
 
     Args:
+        graph_pages: most pages of a request, for decode steps that graphs capture: each number of requests
+            has wrappers of its own, which keep their metadata in buffers that stay. See
+            `reason_not_captured`.
         library: in place of the package `flashinfer`, for tests.
     """
 
     def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, library: Any | None = None
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        *,
+        graph_pages: int | None = None,
+        library: Any | None = None,
     ) -> None:
         self.spec, self.device = spec, device
         self._library = import_module("flashinfer") if library is None else library
@@ -62,6 +82,8 @@ class FlashInferBackend:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._stages = [_Stage() for _ in range(NUM_STAGES)]
         self._num_plans = 0
+        self._graph_pages = graph_pages
+        self._captured: dict[int, _Stage] = {}  # by number of requests
         self._is_scaled = spec.plane_dtype.itemsize == 1
 
     @classmethod
@@ -87,12 +109,11 @@ class FlashInferBackend:
         """Pass the pages of every request to a wrapper of each window; the device is not waited for."""
         if batch.num_tokens == 0:
             return FlashInferPlan(0, {})
-        stage = self._stages[self._num_plans % NUM_STAGES]
-        self._num_plans += 1
+        stage = self._stage_of(batch)
         if stage.copied is not None:
             stage.copied.synchronize()
-        # Wrappers with sinks take decodes as prefills of one token.
-        is_decode = batch.max_q_len == 1 and not self.spec.sinks
+        # Wrappers with sinks, and of latents, take decodes as prefills of one token.
+        is_decode = batch.max_q_len == 1 and not self.spec.sinks and self.spec.kind == "mha"
         wrappers = stage.decode if is_decode else stage.prefill
         arrays = batch.paged_kv_arrays()
         pages = self._pinned(arrays.paged_kv_indices).to(self.device, non_blocking=True)
@@ -101,12 +122,14 @@ class FlashInferBackend:
         )
         for window in dict.fromkeys(self.spec.windows):
             if window not in wrappers:
-                wrappers[window] = self._wrapper(window, is_decode=is_decode)
-            options = self._plan_options(window)
-            if is_decode:
+                wrappers[window] = self._wrapper(window, stage.buffers, is_decode=is_decode)
+            options, rows = self._plan_options(window), self._pinned(batch.cu_seqlens_q)
+            if self.spec.kind == "mla":
+                kv_lens = self._pinned(batch.seq_lens_kv)
+                wrappers[window].plan(rows, indptr, pages, kv_lens)
+            elif is_decode:
                 wrappers[window].plan(indptr, pages, last_page_len, *self._sizes(), **options)
             else:
-                rows = self._pinned(batch.cu_seqlens_q)
                 wrappers[window].plan(
                     rows, indptr, pages, last_page_len, *self._sizes(), causal=True, **options
                 )
@@ -115,8 +138,27 @@ class FlashInferBackend:
             stage.copied.record()
         return FlashInferPlan(batch.num_tokens, dict(wrappers))
 
-    def _wrapper(self, window: int | None, *, is_decode: bool) -> Any:
+    def captured(self, max_pages: int) -> FlashInferBackend:
+        """A backend for decode steps that graphs capture, of requests of at most `max_pages` pages."""
+        return FlashInferBackend(
+            self.spec, self.device, graph_pages=max_pages, library=self._library
+        )
+
+    def _stage_of(self, batch: AttentionBatch) -> _Stage:
+        """The wrappers to plan a step with."""
+        if self._graph_pages is None or batch.max_q_len > 1:
+            self._num_plans += 1
+            return self._stages[self._num_plans % NUM_STAGES]
+        # On the device the next plan is copied after the replay of this one.
+        if batch.num_seqs not in self._captured:
+            buffers = GraphBuffers.of(batch.num_seqs, self._graph_pages, self.device)
+            self._captured[batch.num_seqs] = _Stage(buffers)
+        return self._captured[batch.num_seqs]
+
+    def _wrapper(self, window: int | None, buffers: GraphBuffers | None, *, is_decode: bool) -> Any:
         spec, library = self.spec, self._library
+        if spec.kind == "mla":
+            return LatentWrapper(spec, library, self._workspace, buffers)
         if spec.sinks:
             return library.BatchAttentionWithAttentionSinkWrapper(
                 self._workspace,
@@ -132,6 +174,7 @@ class FlashInferBackend:
                 self._workspace,
                 kv_layout="NHD",
                 use_tensor_cores=self._is_scaled or spec.gqa_group_size >= TENSOR_CORE_GROUP,
+                **({} if buffers is None else buffers.of_decode()),
             )
         return library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD")
 
@@ -170,12 +213,15 @@ class FlashInferBackend:
         """See `AttentionBackend.run`."""
         count = plan.num_tokens
         self._inputs.validate(count, layer, q, planes, selected, sinks)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        out[count:] = 0
+        out = q.new_empty(*q.shape[:-1], self.spec.v_head_dim)
+        out[count:].zero_()
         if not count:
             return out
-        wrapper, kv = plan.wrappers[self.spec.windows[layer]], (planes["k"], planes["v"])
-        rows = q[:count].contiguous()
+        wrapper, rows = plan.wrappers[self.spec.windows[layer]], q[:count].contiguous()
+        if isinstance(wrapper, LatentWrapper):
+            wrapper.run(rows, planes, out[:count])
+            return out
+        kv = planes["k"], planes["v"]
         if sinks is not None:
             wrapper.run(rows, kv, sinks, self.spec.scale, out=out[:count])
         elif self._is_scaled:
@@ -184,6 +230,11 @@ class FlashInferBackend:
         else:
             wrapper.run(rows, kv, out=out[:count])
         return out
+
+
+def reason_not_captured(spec: AttentionSpec) -> str | None:
+    """None, or why no graph can hold its decode steps."""
+    return "attention sinks: their wrapper has no buffers that stay" if spec.sinks else None
 
 
 def reason_not_importable() -> str | None:
@@ -197,7 +248,11 @@ def reason_not_importable() -> str | None:
 
 
 def reason_too_old(spec: AttentionSpec, library: Any) -> str | None:
-    """None, or what this flashinfer does not have yet: scales of tokens, or attention sinks."""
+    """None, or what this flashinfer does not have yet: latents, scales of tokens, or attention sinks."""
+    if spec.kind == "mla":
+        if hasattr(library, "BatchMLAPagedAttentionWrapper"):
+            return None
+        return "latents: this flashinfer has no wrapper for them; upgrade it"
     if spec.sinks and not hasattr(library, "BatchAttentionWithAttentionSinkWrapper"):
         return "attention sinks: this flashinfer has no wrapper for them; upgrade it"
     plan = library.BatchPrefillWithPagedKVCacheWrapper.plan
@@ -210,14 +265,14 @@ def reason_not_servable(spec: AttentionSpec) -> str | None:
     """None, or why FlashInfer's wrappers cannot compute this attention on any device."""
     if spec.exact:
         return "exact=True: its bits depend on how keys are split among programs"
-    if spec.kind != "mha":
-        return f"kind={spec.kind}: no K and V planes"
     if spec.sparse:
         return "sparse: it reads every key"
     if spec.layout != "nhd":
         return f"layout={spec.layout}"
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype={spec.dtype}: queries are in half precision"
+    if spec.kind == "mla":
+        return reason_not_latent(spec)
     if spec.plane_dtype not in (spec.dtype, torch.float8_e4m3fn):
         return f"kv_dtype={spec.plane_dtype}: K/V are float8_e4m3fn or the half of the queries"
     if spec.v_head_dim != spec.head_dim:

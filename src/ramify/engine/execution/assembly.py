@@ -11,6 +11,7 @@ import torch
 
 from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
 from ramify.attention.backend_timing import faster_choice
+from ramify.attention.backends.flashinfer import reason_not_captured
 from ramify.attention.device_probe import batch_variant_requests, batch_variant_scores
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
@@ -327,8 +328,9 @@ class LocalEngine:
             device,
             last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
-        # Graphs are captured over Triton's plans.
-        if name == "auto" and device.type == "cuda" and not requested.model.decode_graphs:
+        is_captured = requested.model.decode_graphs
+        may_compete = not is_captured or reason_not_captured(self.attention_spec) is None
+        if name == "auto" and device.type == "cuda" and may_compete:
             with current(device):
                 choice = faster_choice(choice, self.attention_spec, device)
             torch.cuda.empty_cache()  # the pages that were timed

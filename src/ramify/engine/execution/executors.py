@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from ramify.attention.backend import BackendChoice
+from ramify.attention.backends.flashinfer import FlashInferBackend, reason_not_captured
+from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.attention.spec import AttentionSpec
 from ramify.config import ResolvedConfig
 from ramify.engine.execution.decode_sources import BackendSource, DecodeSource, TorchSource
@@ -61,18 +64,33 @@ def build_executor(
 def _decode_graphs(
     runner: ModelRunner, config: ResolvedConfig, spec: AttentionSpec, attention: BackendChoice
 ) -> DecodeGraphs:
-    """Graphs over the plans of Triton's kernels, or over attention in torch operations."""
+    """Graphs over the plans of Triton's kernels or FlashInfer's, or over attention in torch operations."""
     pool, num_rows = runner.pool, config.max_num_seqs
     if (reason := runner.model.reason_not_captured) is not None:
         raise ConfigError(f"decode_graphs=True: {reason}; leave decode_graphs out")
     source: DecodeSource
+    max_pages = config.max_table_pages
     if attention.name == "triton":
         source = BackendSource(runner.backend, pool)
+    elif attention.name == "flashinfer" and reason_not_captured(spec) is None:
+        source = BackendSource(captured_attention(runner.backend, max_pages), pool)
     else:
         reason = TorchSource.supports(spec)
         if reason is not None:
             raise ConfigError(f"decode_graphs=True: {reason}; leave decode_graphs out")
-        max_pages = config.max_table_pages
         source = TorchSource(spec, pool, num_rows=num_rows, max_pages=max_pages)
     graphs = CudaGraphs(pool.device)
     return DecodeGraphs(runner, source, graphs, CudaStream(), num_rows=num_rows)
+
+
+def captured_attention(backend: PagedBackend, max_pages: int) -> PagedBackend:
+    """FlashInfer's attention, of latents too, for decode steps that graphs capture.
+
+    Args:
+        max_pages: of a request.
+    """
+    of_latents = backend if isinstance(backend, MlaAttention) else None
+    inner = backend if of_latents is None else of_latents.backend
+    assert isinstance(inner, FlashInferBackend)
+    captured = inner.captured(max_pages)
+    return captured if of_latents is None else of_latents.over(captured)
