@@ -53,6 +53,9 @@ GOALS = (
     Goal("64-streams", "8B bfloat16, 64 streams, decode step", 1.2, "× its roofline", False),
     Goal("warm-ttft", "warm TTFT on a prefix of 16k", 1.5, "× its tail alone", False),
     Goal("exact", "exact=True, prefill and decode of 8B", 1.35, "× the fast mode", False),
+    Goal("latent-decode", "DeepSeek-V3, absorbed decode, 64 × 4k", 0.5, "of its roofline"),
+    Goal("sparse-index", "DeepSeek-V3.2, index of 64 × 32k", 0.5, "of its roofline"),
+    Goal("moe-step", "DeepSeek-V3, experts of 64 rows", 1.5, "× its roofline", False),
 )  # fmt: skip
 
 

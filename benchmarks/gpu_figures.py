@@ -1,4 +1,6 @@
-"""How each figure of `gpu_check` is measured: attention alone, and engines over a random Llama of 8B.
+"""How each figure of `gpu_check` is measured: attention alone, engines over a random Llama of 8B.
+
+Those of DeepSeek's shape are in `gpu_deepseek`.
 
 A figure is a function of the checkpoint's folder that returns its value and details; it measures the
 device's copy bandwidth and matmul rate itself where its value is a share of them.
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from gpu_attention import CASES, DTYPE, Case, Limits, Row, measure
 from gpu_clock import best_seconds, seconds_per_step
+from gpu_deepseek import latent_decode, moe_step, sparse_index
 from machine import commit
 
 import ramify
@@ -229,5 +232,8 @@ FIGURES: dict[str, Figure] = {
     "64-streams": streams,
     "warm-ttft": warm_ttft,
     "exact": exact_mode,
+    "latent-decode": latent_decode,
+    "sparse-index": sparse_index,
+    "moe-step": moe_step,
 }
 NEED_CHECKPOINT = {"single-stream", "64-streams", "warm-ttft", "exact"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_check
+import gpu_deepseek
 import gpu_figures
 import pytest
 import torch
@@ -182,6 +183,57 @@ def test_engine_figures_run_on_a_tiny_model(
     for figure in (gpu_figures.streams, gpu_figures.warm_ttft):
         value, details = figure(path)
         assert value > 0, details
+
+
+def test_work_of_a_deepseek_layer() -> None:
+    """Sizes of V3: bytes of latents, keys and matrices, and multiply-adds of the products."""
+    shape, limits = gpu_deepseek.SHAPE, Limits(4.3e12, 790e12)
+
+    latents = gpu_deepseek.latent_work(shape)
+    index = gpu_deepseek.index_work(shape)
+    experts = gpu_deepseek.experts_work(shape, 222)
+
+    assert latents.num_bytes == 64 * (4096 * 576 + 128 * (576 + 512)) * 2
+    assert latents.flops == 2 * 64 * 4096 * 128 * (576 + 512)
+    assert latents.seconds(limits) == latents.flops / 790e12 > latents.num_bytes / 4.3e12
+    assert index.num_bytes == 64 * 32_768 * 256 and index.flops == 2 * 64 * 32_768 * 64 * 128
+    assert experts.num_bytes == 222 * 88_080_384
+    assert experts.flops == 64 * 8 * 88_080_384
+    assert experts.seconds(limits) == experts.num_bytes / 4.3e12
+    share, details = gpu_deepseek.share_of_bound(experts, 10.0, limits)
+    assert share == pytest.approx(details["bound_ms"] / 10) == pytest.approx(0.4547, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["latent-decode", "sparse-index", "moe-step"])
+def test_engine_figures_of_deepseek_run_on_a_tiny_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The very functions, on the CPU in Triton's interpreter: every kernel runs and gives numbers."""
+    pytest.importorskip("triton", reason="the interpreter of Triton's kernels comes with triton")
+    tiny = gpu_deepseek.Shape(
+        num_heads=2, latent_dim=16, rope_dim=8, index_heads=2, index_dim=8, index_top_k=4,
+        num_experts=8, top_k=2, num_groups=4, topk_groups=2, hidden_size=24, expert_size=16,
+        num_requests=3, kv_len=20, index_len=40,
+    )  # fmt: skip
+    results: list[torch.Tensor] = []
+
+    def milliseconds(call: Any) -> float:
+        results.append(call())
+        return 2.0
+
+    monkeypatch.setattr(gpu_deepseek, "SHAPE", tiny)
+    monkeypatch.setattr(gpu_deepseek, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu_deepseek, "milliseconds", milliseconds)
+    monkeypatch.setattr(Limits, "measured", lambda _device: Limits(1e6, 1e9))
+
+    value, details = gpu_figures.FIGURES[name](tmp_path)
+
+    bound = max(details["bytes"] / 1e6, details["flops"] / 1e9) * 1e3
+    assert details["bound_ms"] == pytest.approx(bound)
+    assert value == pytest.approx(2.0 / bound if name == "moe-step" else bound / 2.0)
+    [result] = results
+    assert len(result) == tiny.num_requests and bool((result != 0).any())
+    assert result.dtype == torch.int32 or bool(result.isfinite().all())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has a CUDA device")
