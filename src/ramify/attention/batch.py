@@ -186,16 +186,16 @@ class AttentionBatch:
         """
         size, num_pages = self.page_size, self.block_table.shape[1]
         positions, slots, pages = self.seq_lens_kv, self.slot_mapping + 1, self.block_table
-        in_new_page = [i for i, position in enumerate(positions.tolist()) if position % size == 0]
-        width = -(-(self.max_kv_len + 1) // size)
-        if in_new_page:
+        in_new_page = np.flatnonzero(positions % size == 0)
+        if len(in_new_page):
+            width = -(-(self.max_kv_len + 1) // size)
             pages = np.full((len(rows), width), -1, np.int32)
             pages[:, :num_pages] = self.block_table
-            for i in in_new_page:
-                last = int(positions[i]) // size
-                page = int(table.array[rows[i], last])
-                assert page >= 0, "a new token has no page"
-                pages[i, last], slots[i] = page, page * size
+            last = positions[in_new_page] // size
+            new = table.array[rows[in_new_page], last]
+            assert np.count_nonzero(new >= 0) == len(new), "a new token has no page"
+            pages[in_new_page, last] = new
+            slots[in_new_page] = new.astype(np.int64) * size
             pages.flags.writeable = False
         kv = positions + 1
         kv.flags.writeable = slots.flags.writeable = False

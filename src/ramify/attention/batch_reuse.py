@@ -37,15 +37,14 @@ class BatchReuse:
         return AttentionBatch.from_rows(self._rows, cached, new, self._table, self._sharing)
 
     def build_ahead(
-        self, sequences: Sequence[RadixSequence], counts: Sequence[int]
+        self, sequences: Sequence[RadixSequence], begins: list[int], counts: Sequence[int]
     ) -> AttentionBatch:
-        """The metadata of `counts` tokens of each sequence, at least one, behind its planned ones."""
-        ends = [sequence.num_computed + sequence.num_planned for sequence in sequences]
+        """The metadata of `counts` tokens of each sequence, at least one, from `begins` on."""
         if len(counts) == sum(counts) > 0:
-            return self._build_decodes(sequences, ends)
+            return self._build_decodes(sequences, begins)
         self._update(sequences)
         self._decode = None
-        return AttentionBatch.from_rows(self._rows, ends, counts, self._table, self._sharing)
+        return AttentionBatch.from_rows(self._rows, begins, counts, self._table, self._sharing)
 
     def _build_decodes(
         self, sequences: Sequence[RadixSequence], cached: list[int]

@@ -44,24 +44,29 @@ class RunAhead:
             OutOfPagesError: there are too few pages. Nothing changed.
         """
         counts = [1] * len(sequences) if num_new is None else list(num_new)
-        size, needing_pages, total = self._cache.page_size, list[tuple[RadixSequence, int]](), 0
+        size, max_tokens = self._cache.page_size, self._table.max_tokens
+        begins: list[int] = []
+        needing_pages: list[tuple[RadixSequence, int]] = []
+        total = 0
         for sequence, count in zip(sequences, counts, strict=True):
-            lease, end = sequence.lease, sequence.num_computed + sequence.num_planned
+            lease, begin = sequence.lease, sequence.num_computed + sequence.num_planned
             if lease is None or sequence.num_ahead or sequence.num_draft:
                 raise CacheError("only a live sequence with one plan and no drafts can run ahead")
-            num_known = len(sequence.tokens) - end
+            num_known = len(sequence.tokens) - begin
             is_sampled = count == 1 and not num_known and sequence.num_planned
             if not (1 <= count <= num_known or is_sampled):
                 raise CacheError(
                     f"{count} tokens to plan of a sequence that has {num_known} tokens in no plan"
                 )
-            if (end := end + count) > self._table.max_tokens:
+            if (end := begin + count) > max_tokens:
                 raise CacheError(
                     f"the sequence would have {end} tokens but a row of the block table holds "
-                    f"{self._table.max_tokens}; build the table with more pages"
+                    f"{max_tokens}; build the table with more pages"
                 )
-            num_missing = -(-end // size) - len(lease.pages) - len(sequence.private)
-            if num_missing > 0:
+            begins.append(begin)
+            num_lacking = end - lease.num_tokens - len(sequence.private) * size
+            if num_lacking > 0:
+                num_missing = -(-num_lacking // size)
                 needing_pages.append((sequence, num_missing))
                 total += num_missing
         if len(set(map(id, sequences))) != len(sequences):
@@ -74,7 +79,7 @@ class RunAhead:
             sequence.private.extend(own)
             self._table.append(sequence.row, own)
             begin += num_missing
-        batch = self._batches.build_ahead(sequences, counts)
+        batch = self._batches.build_ahead(sequences, begins, counts)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.num_ahead = count
         return batch
@@ -87,7 +92,8 @@ class RunAhead:
         """
         for sequence in sequences:
             assert sequence.num_ahead and not sequence.num_planned, "its first plan is in flight"
-            assert sequence.num_uncomputed >= sequence.num_ahead, "a planned token is not known"
+            num_uncomputed = len(sequence.tokens) - sequence.num_computed
+            assert num_uncomputed >= sequence.num_ahead, "a planned token is not known"
             sequence.num_planned, sequence.num_ahead = sequence.num_ahead, 0
 
     @guarded

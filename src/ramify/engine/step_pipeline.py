@@ -49,17 +49,15 @@ class BegunStep:
     def still_planned(self) -> ScheduledStep:
         """The step with those requests only that have not ended and were not requeued since."""
         requests = self.scheduled.requests
-        planned = tuple(
-            [
-                request
-                for request, sequence in zip(requests, self.sequences, strict=True)
-                if request.sequence is sequence and sequence.is_planned
-            ]
-        )
+        planned = [
+            request
+            for request, sequence in zip(requests, self.sequences, strict=True)
+            if request.sequence is sequence and (sequence.num_planned or sequence.num_ahead)
+        ]
         return (
             self.scheduled
             if len(planned) == len(requests)
-            else replace(self.scheduled, requests=planned)
+            else replace(self.scheduled, requests=tuple(planned))
         )
 
 

@@ -19,12 +19,6 @@ def needs_sampled_token(request: Request) -> bool:
     return bool(request.pending_children)  # they are forked from what is committed
 
 
-def ends_with_next_token(request: Request) -> bool:
-    """Whether the next token is the last one, whichever it is."""
-    num_tokens = len(request.prompt_ids) + len(request.output_ids) + 1
-    return request.params.max_tokens == 0 or num_tokens >= request.max_len
-
-
 def is_read(request: Request) -> bool:
     """Whether more comes of its prompt than K/V and one token: scores, an embedding, children."""
     params = request.params
@@ -42,13 +36,15 @@ def select_ahead(running: Iterable[Request]) -> tuple[list[Request], list[Reques
     prompts: list[Request] = []
     for request in running:
         sequence = request.sequence
-        num_left = len(sequence.tokens) - sequence.num_computed - sequence.num_planned
+        num_tokens = len(sequence.tokens)
+        num_left = num_tokens - sequence.num_computed - sequence.num_planned
         if request.draft:
             return None
         if not num_left:  # the step in flight samples its next token
-            if needs_sampled_token(request):
+            is_plain = request.logits_processor is None and not request.children
+            if not is_plain and needs_sampled_token(request):
                 return None
-            if not ends_with_next_token(request):
+            if num_tokens + 1 < request.max_len:  # that token is not the last, whichever it is
                 decodes.append(request)
         elif num_left == 1 and request.output_ids:  # it pauses in the step in flight
             decodes.append(request)

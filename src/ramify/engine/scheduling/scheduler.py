@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ramify.attention.batch import AttentionBatch
@@ -195,26 +195,26 @@ class Scheduler:
         if selected is None:
             return None
         decodes, prompts = selected
-        work, num_decodes = [(request, 1) for request in decodes], len(decodes)
+        requests, counts, num_decodes = decodes, [1] * len(decodes), len(decodes)
         left = self.max_batch_tokens - num_decodes
         reserved = max(1, self.max_batch_tokens // PREFILL_SHARE) if prompts else 0
         if left < reserved:  # they take turns
             return None
         if prompts:
-            work += self._prefill.choose(prompts, left, num_free_rows=0, num_decodes=num_decodes)[0]
-        if not work:
+            work, _ = self._prefill.choose(prompts, left, num_free_rows=0, num_decodes=num_decodes)
+            requests += [request for request, _ in work]
+            counts += [num_new for _, num_new in work]
+        if not requests:
             return None
         try:
-            batch = self.planner.ahead.plan(
-                [request.sequence for request, _ in work], [num_new for _, num_new in work]
-            )
+            batch = self.planner.ahead.plan([request.sequence for request in requests], counts)
         except OutOfPagesError:  # to preempt, all must be known
             return None
         self._step += 1
         self.waiting.step, self._num_ahead = self._step, self._num_ahead + 1
-        self._mark_scheduled(work, [])
+        self._mark_scheduled(requests, counts)
         self.num_tokens += batch.num_tokens
-        return ScheduledStep(tuple([request for request, _ in work]), batch)
+        return ScheduledStep(tuple(requests), batch)
 
     def refund_ahead(self, step: ScheduledStep, going_on: Iterable[Request]) -> None:
         """Take back what tenants were charged for a step ahead, but for the requests that go on.
@@ -263,21 +263,23 @@ class Scheduler:
             except OutOfPagesError as error:
                 work = self._ask_for_less(work, admitted, error, is_isolated=is_isolated)
                 continue
-            self._mark_scheduled(work, admitted)
+            for request, _ in admitted:
+                self._begin_to_run(request)
+                self._requeued.discard(request)
+                request.last_step = self._step
+            # Admissions were charged when they were chosen.
+            self._mark_scheduled([request for request, _ in work], [count for _, count in work])
             self.num_tokens += batch.num_tokens
             return ScheduledStep(tuple([request for request, _ in chosen]), batch)
         return None
 
-    def _mark_scheduled(self, work: Work, admitted: Work) -> None:
-        """Update queues and counters for the requests of a planned step."""
+    def _mark_scheduled(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Note the step of running requests, and charge their tenants for its tokens."""
         step = self._step
-        for request, _ in admitted:
-            self._begin_to_run(request)
-            self._requeued.discard(request)
-        for request, _ in work + admitted:
+        for request in requests:
             request.last_step = step
-        if self.waiting.is_multi_tenant:  # admissions were charged when they were chosen
-            for request, num_new in work:
+        if self.waiting.is_multi_tenant:
+            for request, num_new in zip(requests, counts, strict=True):
                 self.waiting.charge(request, num_new)
 
     def _begin_to_run(self, request: Request) -> None:

@@ -75,27 +75,29 @@ def build_ahead_plan(scheduled: ScheduledStep) -> StepPlan:
     ids = array("i")
     samples: list[SampleSpec] = []
     late: list[LateToken] = []
+    row = 0
     for request in scheduled.requests:
-        sequence = request.sequence
+        sequence, params = request.sequence, request.params
         begin = sequence.num_computed + sequence.num_planned
         end = begin + sequence.num_ahead
         if begin < len(sequence.tokens):
             ids.extend(sequence.tokens[begin:end])
+            row = len(ids)
             if end == len(sequence.tokens):
-                samples += _sample_specs(request, len(ids), end)
+                samples += _sample_specs(request, row, end)
             continue
-        late.append(LateToken(len(ids), request.id))
+        late.append(LateToken(row, request.id))
         ids.append(0)
-        processor, logits = request.logits_processor, None
+        processor, logits, num_logprobs = request.logits_processor, None, params.logprobs
         if processor is not None:
             logits = processor.for_step(request.output_ids, (), num_late=1)
             logits = None if logits.is_identity else logits
-        params, num_logprobs = request.params, _num_logprobs(request)
+        if request.verify_cold:
+            num_logprobs = _num_logprobs(request)
         samples.append(
-            SampleSpec(
-                request.id, len(ids) - 1, end, params, request.seed, num_logprobs, (), logits
-            )
+            SampleSpec(request.id, row, end, params, request.seed, num_logprobs, (), logits)
         )
+        row += 1
     return StepPlan(
         scheduled.batch,
         np.frombuffer(ids, np.int32).astype(np.int64),
