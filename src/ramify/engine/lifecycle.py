@@ -25,7 +25,7 @@ from ramify.engine.request import DetokenizerFactory, Request
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.step import SampledTokens
 from ramify.errors import InvalidParamsError, StepFailedError
-from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput
+from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput, TokenLogprob
 from ramify.params import SamplingParams, StructuredOutput
 
 
@@ -231,32 +231,38 @@ class RequestLifecycle:
 
     def emit(self, request: Request) -> None:
         """Append a `StepOutput` of the tokens since the last one, and of the end if it came."""
-        parent, with_logprobs = request.parent_or_self, request.params.logprobs is not None
-        output = self.make_output(parent) if parent.has_ended and not parent.has_output else None
+        parent = request if request.parent is None else request.parent
+        output = None
+        if parent.finish_reason is not None and parent.has_ended and not parent.has_output:
+            output = self.make_output(parent)
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
-        request.end_emitted = request.is_finished
+        request.end_emitted = request.finish_reason is not None
+        if parent.id in self.hit_verifier.running:
+            if output is not None:
+                self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
+            return
+        logprobs: tuple[TokenLogprob, ...] = ()
+        cache, prefix = None, None
+        if request.params.logprobs is not None:
+            logprobs = tuple(request.logprobs[start - request.num_generated :])
         is_first = start == request.num_generated and request.first_token_s is not None
-        is_first = is_first and request is parent
-        if parent.id not in self.hit_verifier.running:
-            self._outputs.append(
-                StepOutput(
-                    parent.id,
-                    tuple(request.output_ids[start:]),
-                    output,
-                    request.index,
-                    take_stable_text(request),
-                    tuple(request.logprobs[start - request.num_generated :])
-                    if with_logprobs
-                    else (),
-                    request.finish_reason,
-                    parent.cache_report(cache_on=self._context.planner.share) if is_first else None,
-                    self._prefix_report(parent)
-                    if is_first and parent.options.wants_report
-                    else None,
-                )
+        if is_first and request is parent:
+            cache = parent.cache_report(cache_on=self._context.planner.share)
+            prefix = self._prefix_report(parent) if parent.options.wants_report else None
+        token_ids, text = tuple(request.output_ids[start:]), take_stable_text(request)
+        self._outputs.append(
+            StepOutput(
+                parent.id,
+                token_ids,
+                output,
+                request.index,
+                text,
+                logprobs,
+                request.finish_reason,
+                cache,
+                prefix,
             )
-        elif output is not None:
-            self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
+        )
 
     def _prefix_report(self, parent: Request) -> PrefixReport:
         """Pin the prefixes of `retention`, which are computed now, and report."""

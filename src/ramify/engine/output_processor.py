@@ -42,9 +42,10 @@ def append_sampled_tokens(
             if request.detokenizer is not None:
                 num_chars = len(text)
                 text += request.detokenizer.step(token)
-                text, stop = _truncate_at_stop_string(request, text, num_chars, num_tokens)
-                if stop is not None:
-                    finish_reason, stop_reason = FinishReason.STOP, stop
+                if request.stop_strings is not None:
+                    text, stop = _truncate_at_stop_string(request, text, num_chars, num_tokens)
+                    if stop is not None:
+                        finish_reason, stop_reason = FinishReason.STOP, stop
             processor = request.logits_processor
             if finish_reason is None and processor is not None and len(tokens) > num_continued:
                 finish_reason, error = _grammar_end(processor, [*request.output_ids, *tokens])

@@ -185,14 +185,16 @@ class Request:
 
     def count_computed(self, start: int) -> None:
         """Update the counters after a step that computed the sequence from token `start` on."""
-        end, num_prompt = self.sequence.num_computed, len(self.prompt_ids)
+        end = self.sequence.num_computed
         if self.cache_counts is None:
+            num_prompt = len(self.prompt_ids)
             read = min(self.sequence.num_read, num_prompt)
             self.cache_counts = (read, min(self.sequence.num_shared, num_prompt - read))
             self.explanation = self._with_tier_miss(self.sequence.explanation)
         if start < self.max_computed:
             self.recomputed += min(self.max_computed, end) - start
         if self.num_generated:  # another engine has computed these
+            num_prompt = len(self.prompt_ids)
             first = max(start, num_prompt, self.max_computed)
             self.recomputed += max(0, min(end, num_prompt + self.num_generated) - first)
         self.max_computed = max(self.max_computed, end)

@@ -45,9 +45,10 @@ class ResultProcessor:
         computed = [request for request in scheduled.requests if request.sequence.num_planned]
         starts, num_committed = [], []
         for request in computed:
-            num_tokens = request.sequence.num_planned
-            starts.append(request.sequence.num_computed)
-            if request.id in result.sampled:
+            sequence = request.sequence
+            num_tokens = sequence.num_planned
+            starts.append(sequence.num_computed)
+            if request.draft and request.id in result.sampled:
                 num_sampled = len(result.sampled[request.id].token_ids)
                 num_tokens -= len(request.draft) + 1 - num_sampled  # rejected drafts
             num_committed.append(num_tokens)
@@ -57,7 +58,8 @@ class ResultProcessor:
         for request, start in zip(computed, starts, strict=True):
             self._recovery.active_requests = (request,)
             request.count_computed(start)
-            request.prompt_logprobs.extend(result.prompt_logprobs.get(request.id, ()))
+            if request.id in result.prompt_logprobs:
+                request.prompt_logprobs.extend(result.prompt_logprobs[request.id])
             if request.id in result.embeddings:
                 request.pooling.add(result.embeddings[request.id])
             if request.id in result.sampled:
@@ -68,10 +70,12 @@ class ResultProcessor:
 
         Their K/V is committed, except that of the last one, which the next step computes.
         """
-        sequence, num_output = request.sequence, len(request.output_ids)
-        children = [child for child in request.pending_children if child.id in result.sampled]
+        num_output, children = len(request.output_ids), list[Request]()
+        if request.children:
+            children = [child for child in request.pending_children if child.id in result.sampled]
         self._append_sampled(request, result)
         if request.draft:
+            sequence = request.sequence
             del sequence.tokens[sequence.num_computed :]
             num_correct = len(result.sampled[request.id].token_ids) - 1
             num_accepted = min(num_correct, len(request.output_ids) - num_output)

@@ -67,10 +67,14 @@ def sample_rows(logits: Tensor, specs: Sequence[SampleSpec], *, by_rejection: bo
 
 def are_greedy(specs: Sequence[SampleSpec]) -> bool:
     """Whether all that is needed of each row is its likeliest token."""
-    return all(
-        spec.num_logprobs is None and spec.logits is None and spec.params.temperature == 0.0
-        for spec in specs
-    )
+    for spec in specs:
+        if (
+            spec.params.temperature != 0.0
+            or spec.num_logprobs is not None
+            or spec.logits is not None
+        ):
+            return False
+    return True
 
 
 def greedy_rows(logits: Tensor) -> SampledRows:
@@ -126,7 +130,7 @@ def collect_samples(
     are_allowed = rows.are_allowed.tolist()
     if len(tokens) == len(specs) and rows.scores is None and all(are_finite) and all(are_allowed):
         ids = [spec.request_id for spec in specs]
-        return {key: SampledTokens((token,)) for key, token in zip(ids, tokens, strict=True)}, {}
+        return dict(zip(ids, map(SampledTokens, zip(tokens, strict=True)), strict=True)), {}
     start = num_reported = 0
     for spec in specs:
         num_rows = len(spec.draft) + 1
