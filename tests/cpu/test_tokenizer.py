@@ -253,6 +253,21 @@ def test_pieces_of_random_tokens_add_up_too(path: Path, seed: int) -> None:
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_whole_characters_are_pieces_by_themselves(path: Path, seed: int) -> None:
+    """A tokenizer that joins bytes gives the pieces that decoding each token behind the last gives."""
+    tokenizer, rng = Tokenizer.load(path), random.Random(seed)
+    words = [rng.choice(["a", "é", "日本", " 🙂b", "<|user|>", "\ufffd"]) for _ in range(30)]
+    ids = tokenizer.encode("".join(words), add_special_tokens=False).tolist()
+    ids += [rng.randrange(300) for _ in range(80)]
+    single, joined = Detokenizer(tokenizer), Detokenizer(tokenizer)
+    assert single._joins_bytes
+    joined._joins_bytes = False
+
+    assert [*map(single.step, ids)] == [*map(joined.step, ids)]
+    assert single.finish() == joined.finish()
+
+
 def test_texts_of_single_tokens_are_remembered_up_to_a_limit(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +340,11 @@ def sentencepiece_like() -> Tokenizer:
         ]
     )
     return Tokenizer(core, special_tokens={"bos_token": "<s>"}, chat_templates={})
+
+
+def test_only_bytes_are_joined() -> None:
+    """Where a token's text depends on the one before it, tokens are decoded together."""
+    assert not sentencepiece_like().joins_bytes
 
 
 def test_leading_spaces_survive_piece_by_piece() -> None:

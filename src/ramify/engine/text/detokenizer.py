@@ -23,7 +23,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, keep: bool | Sequence[str] = False) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._joins_bytes = tokenizer, tokenizer.joins_bytes
         self._special_texts, self._keep = tokenizer.special_token_texts, keep
         # The tokens emitted last (the prefix), then those held back. The prefix is decoded again
         # with each new token, because decoders treat the start of a text specially.
@@ -37,6 +37,12 @@ class Detokenizer:
         special_text = self._special_texts.get(token_id)
         if special_text is not None:
             return self._flush() + special_text if self._keeps(special_text) else ""
+        if self._joins_bytes and not self._held_text:
+            text = self._tokenizer.decode_token(token_id)
+            if text and REPLACEMENT not in text:  # whole characters: the same behind any token
+                self._window, self._prefix_len = [token_id], 1
+                self._prefix_text = text
+                return text
         self._window.append(token_id)
         new = self._tokenizer.decode(self._window)[len(self._prefix_text) :]
         num_held = len(self._window) - self._prefix_len

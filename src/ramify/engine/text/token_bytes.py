@@ -20,7 +20,7 @@ class TokenBytes:
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self._core = core
         self._added = frozenset(core.get_added_tokens_decoder())
-        kinds = _decoder_kinds(core)
+        kinds = decoder_kinds(core)
         self._is_byte_level, self._has_byte_tokens = "ByteLevel" in kinds, "ByteFallback" in kinds
 
     def of(self, token: int) -> bytes | None:
@@ -36,7 +36,7 @@ class TokenBytes:
         return None if match is None else bytes([int(match[1], 16)])
 
 
-def _decoder_kinds(core: tokenizers.Tokenizer) -> frozenset[str]:
+def decoder_kinds(core: tokenizers.Tokenizer) -> frozenset[str]:
     """The types of a tokenizer's decoder and of those it is made of."""
     if core.decoder is None:
         return frozenset()

@@ -22,7 +22,7 @@ from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_
 from ramify.engine.text.gguf_tokenizer import gguf_tokenizer
 from ramify.engine.text.sentencepiece_model import SPACE
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
-from ramify.engine.text.token_bytes import TokenBytes
+from ramify.engine.text.token_bytes import TokenBytes, decoder_kinds
 from ramify.engine.text.tokenizer_files import read_tokenizer
 from ramify.errors import (
     CheckpointError,
@@ -225,6 +225,11 @@ class Tokenizer:
                 self._decoded.clear()
             self._decoded[token_id] = text
         return text
+
+    @cached_property
+    def joins_bytes(self) -> bool:
+        """Whether a text is made of the bytes of its tokens alone, whatever is beside them."""
+        return decoder_kinds(self._core) == {"ByteLevel"}
 
     @_guarded
     def token_text(self, token_id: int) -> str:
