@@ -18,7 +18,8 @@ from ramify.engine.execution.sampler import (
     sample_from_cdf,
     token_logprob,
 )
-from ramify.engine.logits.logits_processors import LogitsTransform, TokenCounts
+from ramify.engine.logits.logits_processors import LogitsTransform
+from ramify.engine.logits.token_counts import TokenCounts
 from ramify.kernels.triton.sample_batch import SampleBatch, SampledRows, SampleRow, likeliest
 from ramify.kernels.triton.sampling import NOT_FINITE, NOTHING_LEFT, OK
 from ramify.params import SamplingParams
@@ -54,9 +55,9 @@ def expected_token(logits: torch.Tensor, row: SampleRow) -> int:
         presence_penalty=row.presence,
         frequency_penalty=row.frequency,
     )
-    counts = TokenCounts(row.seen_ids.astype(np.int64), row.seen_counts.astype(np.int64))
+    counts = TokenCounts(row.seen_ids, row.seen_counts)
     transform = LogitsTransform(
-        params, (), counts, row.bias_ids.astype(np.int64), row.bias, np.zeros(0, np.int64), 0,
+        params, (), counts, row.bias_ids, row.bias, np.zeros(0, np.int64), 0,
         None if row.mask is None else (row.mask,),
     )  # fmt: skip
     scores = transform.apply(logits.numpy(), 0)

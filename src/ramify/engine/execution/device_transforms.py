@@ -34,7 +34,7 @@ def _add_biases(logits: Tensor, rows: Sequence[TransformedRow]) -> None:
 
 
 def _subtract_penalties(logits: Tensor, rows: Sequence[TransformedRow]) -> None:
-    tokens: list[tuple[int, NDArray[np.int64]]] = []
+    tokens: list[tuple[int, NDArray[np.int32]]] = []
     factors: list[NDArray[np.float32]] = []
     penalties: list[NDArray[np.float32]] = []
     for row, transform, num_drafts in rows:
@@ -83,7 +83,8 @@ def _forbid_stops(logits: Tensor, rows: Sequence[TransformedRow]) -> None:
         view[flat] = before.where(is_last, before.new_full((), -torch.inf))
 
 
-def _flat(logits: Tensor, ids: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
+def _flat(logits: Tensor, ids: Sequence[tuple[int, NDArray[np.integer]]]) -> Tensor:
     """Indices of (row, token ids) in the flat logits."""
     width = logits.shape[1]
-    return to_device(np.concatenate([row * width + tokens for row, tokens in ids]), logits.device)
+    flat = [row * width + tokens.astype(np.int64) for row, tokens in ids]
+    return to_device(np.concatenate(flat), logits.device)

@@ -77,12 +77,12 @@ def _transformed(row: SampleRow, transform: LogitsTransform, at: int, width: int
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
-            seen_ids=seen.ids.astype(np.int32),
-            seen_counts=seen.counts.astype(np.int32),
+            seen_ids=seen.ids,
+            seen_counts=seen.counts,
         )
     return row._replace(
         mask=_mask(transform, at, width),
-        bias_ids=transform.bias_ids.astype(np.int32),
+        bias_ids=transform.bias_ids,
         bias=transform.bias,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.engine.logits.banned_sequences import BannedSequences, without_tokens
+from ramify.engine.logits.token_counts import TokenCounter, TokenCounts
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
 
@@ -41,34 +42,6 @@ class GrammarMatcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenCounts:
-    """The distinct tokens of a request, and how often each is in its output."""
-
-    ids: NDArray[np.int64]  # [D]
-    counts: NDArray[np.int64]  # [D], 0 for tokens that only the prompt has
-    num_output: int = 0  # output tokens counted so far
-
-    @classmethod
-    def of(cls, prompt_ids: Sequence[int]) -> TokenCounts:
-        """The counts before any output."""
-        ids = np.unique(np.asarray(prompt_ids, np.int64))
-        return cls(ids, np.zeros(len(ids), np.int64))
-
-    def plus(self, output_ids: Sequence[int]) -> TokenCounts:
-        """The counts with more output tokens added."""
-        if not output_ids:
-            return self
-        ids, counts = self.ids, self.counts.copy()
-        for token in output_ids:
-            index = np.flatnonzero(ids == token)
-            if len(index):
-                counts[index[0]] += 1
-            else:
-                ids, counts = np.append(ids, token), np.append(counts, 1)
-        return TokenCounts(ids, counts, self.num_output + len(output_ids))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LogitsTransform:
     """Changes that one step makes to a request's logits. Immutable, arrays included.
 
@@ -78,7 +51,7 @@ class LogitsTransform:
     params: SamplingParams
     draft: tuple[int, ...]
     token_counts: TokenCounts | None  # None without penalties
-    bias_ids: NDArray[np.int64]
+    bias_ids: NDArray[np.int32]
     bias: NDArray[np.float32]
     stop_token_ids: NDArray[np.int64]
     num_rows_without_stop: int  # the first rows, in which stop tokens are forbidden (min_tokens)
@@ -143,13 +116,13 @@ class LogitsProcessor:
         matcher: GrammarMatcher | None = None,
     ) -> None:
         self._params, self._matcher = params, matcher
-        self._token_counts: TokenCounts | None = None
+        self._counter: TokenCounter | None = None
         if params.repetition_penalty != 1.0:
-            self._token_counts = TokenCounts.of(prompt_ids)
+            self._counter = TokenCounter(prompt_ids)
         elif params.presence_penalty or params.frequency_penalty:
-            self._token_counts = TokenCounts.of(())  # these penalties ignore the prompt
+            self._counter = TokenCounter()  # these penalties ignore the prompt
         biases = params.biases
-        self._bias_ids = np.fromiter(biases.keys(), np.int64, len(biases))
+        self._bias_ids = np.fromiter(biases.keys(), np.int32, len(biases))
         self._bias = np.fromiter(biases.values(), np.float32, len(biases))
         self._stop_token_ids = np.array(
             [token for token in sorted(stop_token_ids) if token < vocab_size], np.int64
@@ -181,9 +154,8 @@ class LogitsProcessor:
     @property
     def reads_output(self) -> bool:
         """Whether a step's transform depends on the tokens of the output, not only on their number."""
-        return (
-            self._matcher is not None or self._token_counts is not None or self._banned.reads_output
-        )
+        has_state = self._matcher is not None or self._counter is not None
+        return has_state or self._banned.reads_output
 
     def advance(self, output_ids: Sequence[int]) -> bool:
         """Catch up with the output; returns whether the structured output is complete.
@@ -218,10 +190,7 @@ class LogitsProcessor:
         Args:
             num_late: tokens behind `output_ids` that are not known yet; 0 if `reads_output`.
         """
-        if self._token_counts is not None:
-            self._token_counts = self._token_counts.plus(
-                output_ids[self._token_counts.num_output :]
-            )
+        token_counts = None if self._counter is None else self._counter.count(output_ids)
         masks: tuple[TokenBitmask | None, ...] | None = None
         if self._matcher is not None:
             try:
@@ -247,7 +216,7 @@ class LogitsProcessor:
         return LogitsTransform(
             params=self._params,
             draft=draft,
-            token_counts=self._token_counts,
+            token_counts=token_counts,
             bias_ids=self._bias_ids,
             bias=self._bias,
             stop_token_ids=self._stop_token_ids,

@@ -22,7 +22,7 @@ DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
 }
-TEMPERATURES = 1e-30, 1e30  # beyond, draws are those at the limit
+TEMPERATURES = 1e-30, 1e30  # that float32 has; beyond, draws are those at the limit
 NO_IDS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_VALUES: NDArray[np.float32] = np.zeros(0, np.float32)
 
@@ -79,34 +79,27 @@ class SampleBatch:
     @classmethod
     def of(cls, rows: Sequence[SampleRow], vocab_size: int, device: torch.device) -> SampleBatch:
         """Upload the parameters of some rows, by one copy."""
-        num_words = -(-vocab_size // 32)
-        masked = [row.mask for row in rows if row.mask is not None]
-        masks = np.zeros((max(1, len(masked)), num_words * 4), np.uint8)
-        for words, mask in zip(masks, masked, strict=False):
-            words[: len(mask)] = mask
-        mask_rows = accumulate(int(row.mask is not None) for row in rows)
-        floats = [
-            (_float32(row.temperature), row.top_p, row.min_p, row.repetition, row.presence, row.frequency)
-            for row in rows
-        ]  # fmt: skip
-        ints = [
-            (
-                vocab_size if row.top_k is None else min(row.top_k, vocab_size),
-                -1 if row.mask is None else number - 1,
-                row.position,
-            )
-            for row, number in zip(rows, mask_rows, strict=True)
-        ]
+        # By columns: a call of NumPy for each option, not for each row.
+        positions, seeds, temperatures, top_ks, *reals, masks, bias_ids, bias, seen_ids, seen = (
+            zip(*rows, strict=True) if rows else [()] * len(SampleRow._fields)
+        )
+        floats = np.array([temperatures, *reals], np.float64)
+        hot = floats[0] > 0.0
+        floats[0, hot] = np.clip(floats[0, hot], *TEMPERATURES)
+        ints = np.empty((3, len(rows)), np.int64)
+        ints[0] = [vocab_size if top_k is None else min(top_k, vocab_size) for top_k in top_ks]
+        ints[2] = positions
+        packed, ints[1] = _stacked(masks, vocab_size)
         return cls(
             vocab_size,
             *_upload(
                 (
-                    np.array(floats, np.float32).reshape(-1, 6),
-                    np.array(ints, np.int32).reshape(-1, 3),
-                    np.array([row.seed for row in rows], np.uint64).view(np.int64),
-                    masks.view(np.int32),
-                    *_joined([row.bias_ids for row in rows], [row.bias for row in rows]),
-                    *_joined([row.seen_ids for row in rows], [row.seen_counts for row in rows]),
+                    floats.T.astype(np.float32, order="C"),
+                    ints.T.astype(np.int32, order="C"),
+                    np.array(seeds, np.uint64).view(np.int64),
+                    packed,
+                    *_joined(bias_ids, bias),
+                    *_joined(seen_ids, seen),
                 ),
                 device,
             ),
@@ -139,6 +132,19 @@ class SampleBatch:
         return SampledRows(tokens, statuses, logprobs, log_sums)
 
 
+def _stacked(
+    masks: Sequence[NDArray[np.uint8] | None], vocab_size: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The masks of all rows as words, not empty, and the place of each row's mask; -1 for none."""
+    masked = [(at, mask) for at, mask in enumerate(masks) if mask is not None]
+    packed = np.zeros((max(1, len(masked)), -(-vocab_size // 32) * 4), np.uint8)
+    places = np.full(len(masks), -1)
+    for place, (at, mask) in enumerate(masked):
+        packed[place, : len(mask)] = mask
+        places[at] = place
+    return packed.view(np.int32), places
+
+
 def _joined(
     ids: Sequence[NDArray[np.int32]], values: Sequence[NDArray[np.generic]]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.generic]]:
@@ -169,11 +175,6 @@ def _upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor
         uploaded[span].view(DTYPES[array.dtype]).view(array.shape)
         for span, array in zip(spans, arrays, strict=True)
     ]
-
-
-def _float32(temperature: float) -> float:
-    """A temperature that float32 has: neither 0, which is greedy, nor infinite, if it is not."""
-    return min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1]) if temperature > 0.0 else 0.0
 
 
 def likeliest(
