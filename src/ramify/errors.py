@@ -49,6 +49,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
+from ramify.counts import counted
+
 # Of the pins that an error names.
 MAX_NAMED_PINS, MAX_OWNER_CHARS = 4, 40
 MAX_MESSAGE_CHARS = 2000
@@ -243,7 +245,7 @@ class DeadEndError(RequestError):
     def __init__(self, num_tokens: int, reason: str) -> None:
         self.num_tokens, self.reason = num_tokens, reason
         super().__init__(
-            f"after {num_tokens} output tokens no token can follow: {reason}; loosen the "
+            f"after {counted(num_tokens, 'output token')} no token can follow: {reason}; loosen the "
             "structured output or allowed_token_ids"
         )
 
@@ -346,7 +348,7 @@ class OutOfPagesError(CacheError):
         self.pins = pins
         largest = heapq.nlargest(MAX_NAMED_PINS, pins, key=lambda pin: pin[2])
         named = [
-            f"{number}{f' of {owner[:MAX_OWNER_CHARS]!r}' if owner else ''} ({pages} pages)"
+            f"{number}{f' of {owner[:MAX_OWNER_CHARS]!r}' if owner else ''} ({counted(pages, 'page')})"
             for number, owner, pages in largest
         ]
         if len(pins) > len(named):
@@ -354,7 +356,7 @@ class OutOfPagesError(CacheError):
         cause = f"; pins hold pages: {', '.join(named)}" if pins else ""
         way_out = "unpin some, release a lease" if pins else "release a lease"
         super().__init__(
-            f"{asked} pages asked for, but of {total} only {free} are free and {evictable} can "
+            f"{counted(asked, 'page')} asked for, but of {total} only {free} are free and {evictable} can "
             f"be evicted{cause}; {way_out}, ask for fewer pages, or use a larger pool"
         )
 
@@ -400,7 +402,7 @@ class StepMemoryError(RamifyError, MemoryError):
     def __init__(self, num_tokens: int, cause: str) -> None:
         self.num_tokens = num_tokens
         super().__init__(
-            f"a step of {num_tokens} tokens ran out of memory ({cause}); free some, or start with "
+            f"a step of {counted(num_tokens, 'token')} ran out of memory ({cause}); free some, or start with "
             "a smaller kv_cache_tokens, max_batch_tokens or max_model_len"
         )
 

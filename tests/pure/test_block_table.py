@@ -45,7 +45,9 @@ def test_no_row_is_allocated_twice() -> None:
     rows = RowAllocator(1)
     rows.allocate()
 
-    with pytest.raises(CacheError, match=r"all 1 rows .* release a sequence"):
+    with pytest.raises(
+        CacheError, match=r"no row of the block table is free, 1 in use; release a sequence"
+    ):
         rows.allocate()
 
     assert rows.num_free == 0
@@ -232,7 +234,7 @@ def test_without_a_source_pages_are_appended_first() -> None:
     table.append(row, [7, 5])
 
     table.update(row, 4)
-    with pytest.raises(CacheError, match=r"1 more pages are needed.*append them first"):
+    with pytest.raises(CacheError, match=r"needed: 1 more page, .*append them first"):
         table.update(row, 1)
     with pytest.raises(CacheError, match="no source of pages"):
         table.allocate(1)

@@ -42,12 +42,12 @@ def test_printing_the_cache_shows_its_state_and_its_tree() -> None:
     empty = str(llm.cache)
     llm.generate([STEM], ONE)
 
-    assert empty == f"{CACHE_REPR.format(0, 0)}\nnothing is cached"
-    assert repr(llm.cache) == CACHE_REPR.format(3, 1)
-    assert str(llm.cache).startswith(f"{CACHE_REPR.format(3, 1)}\n└─ 12 tokens")
+    assert empty == f"{CACHE_REPR.format(0, '0 nodes')}\nnothing is cached"
+    assert repr(llm.cache) == CACHE_REPR.format(3, "1 node")
+    assert str(llm.cache).startswith(f"{CACHE_REPR.format(3, '1 node')}\n└─ 12 tokens")
 
 
-CACHE_REPR = "<CacheView: {} of 1,024 pages of 4 tokens in use, {} nodes, hit rate 0%>"
+CACHE_REPR = "<CacheView: {} of 1,024 pages of 4 tokens in use, {}, hit rate 0%>"
 
 
 def test_a_repr_neither_waits_nor_raises_while_another_thread_computes() -> None:

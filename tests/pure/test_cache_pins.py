@@ -448,7 +448,7 @@ def test_an_error_for_too_few_pages_names_the_pins_that_hold_them() -> None:
 
     assert set(caught.value.pins) == {(small.id, "", 1), (large.id, "ann", 3)}
     assert (
-        f"; pins hold pages: {large.id} of 'ann' (3 pages), {small.id} (1 pages); unpin some"
+        f"; pins hold pages: {large.id} of 'ann' (3 pages), {small.id} (1 page); unpin some"
         in str(caught.value)
     )
     cache.check()
@@ -461,7 +461,7 @@ def test_an_error_for_too_few_pages_is_bounded() -> None:
         serve(cache, f"{first}xyz")
         cache.pin(key(f"{first}x"), first * 1000)
 
-    with pytest.raises(OutOfPagesError, match="pages\\), and 6 more; unpin") as caught:
+    with pytest.raises(OutOfPagesError, match="page\\), and 6 more; unpin") as caught:
         cache.reserve(64)
 
     assert len(caught.value.pins) == 10

@@ -364,7 +364,7 @@ def test_a_replica_with_requests_in_flight_does_not_join_twice() -> None:
     fleet = Fleet("a")
     fleet.decide(range(100))
 
-    with pytest.raises(ConfigError, match="'a' has 1 requests in flight; remove it"):
+    with pytest.raises(ConfigError, match="'a' has 1 request in flight; remove it"):
         fleet.router.add("a")
 
 

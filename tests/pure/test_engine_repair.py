@@ -455,7 +455,7 @@ def test_a_request_that_does_not_fit_alone_is_told_what_to_do() -> None:
     output = bench.run()[key]
 
     assert isinstance(output.error, StepFailedError)
-    assert "a step of 1 tokens ran out of memory" in str(output.error)
+    assert "a step of 1 token ran out of memory" in str(output.error)
     assert "smaller kv_cache_tokens, max_batch_tokens or max_model_len" in str(output.error)
     assert isinstance(output.error.__cause__, MemoryError)
     bench.assert_nothing_leaked()

@@ -214,7 +214,7 @@ def test_too_few_rows_are_reported_before_anything_happens() -> None:
     bench.run(live)
     before = bench.state()
 
-    with pytest.raises(CacheError, match="2 new sequences but 1 free rows"):
+    with pytest.raises(CacheError, match="2 new sequences but 1 free row"):
         bench.plan(sequence_of([3]), sequence_of([4]))
 
     assert bench.state() == before

@@ -172,7 +172,7 @@ def test_a_tenant_reads_what_is_public_or_his_own(
         ([WarmPrompt(STEM, salt="s")], "salt='s'"),
         ([WarmPrompt([1, 2, 3])], "has 3 tokens"),
         ([WarmPrompt(STEM), WarmPrompt([])], "public prefix 2 is no prompt"),
-        ([WarmPrompt(STEM), WarmPrompt([1] * 5000)], "1 public prefixes were refused"),
+        ([WarmPrompt(STEM), WarmPrompt([1] * 5000)], "refused: 1 public prefix:"),
     ],
 )
 def test_a_prefix_that_cannot_be_public_shares_none(

@@ -151,7 +151,7 @@ def test_a_drain_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
         running.thread.join(30)
         assert not running.thread.is_alive()
     assert last["choices"][0]["finish_reason"] == "abort"
-    assert "1 requests are cut short" in caplog.text
+    assert "cut short: 1 request" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
 
     clock.now_s = 6.0
     assert bench.core.watchdog.stuck_s == 6.0
-    assert f"with 1 requests: {key} (0+3 tokens)" in bench.core.recovery.describe_step()
+    assert f"with 1 request: {key} (0+3 tokens)" in bench.core.recovery.describe_step()
     assert bench.core.watchdog.report_if_stuck()
     leave.set()
     thread.join()

@@ -9,6 +9,7 @@ from ramify.attention.sequence import RadixSequence
 from ramify.cache.key import CacheKey
 from ramify.cache.leases import Lease
 from ramify.cache.packed import ATOM_BYTES, common_pages
+from ramify.counts import counted
 from ramify.errors import CacheError
 from ramify.kv.block_table import PagedBlockTable
 
@@ -42,7 +43,7 @@ def validate_plannable(
             raise CacheError("the sequence is in a plan that was not committed or abandoned")
         if sequence.num_uncomputed < 1 or limit < 1:
             raise CacheError(
-                f"the sequence has {sequence.num_uncomputed} uncomputed tokens and may compute "
+                f"the sequence has {counted(sequence.num_uncomputed, 'uncomputed token')} and may compute "
                 f"{limit}; both must be at least 1, append a token first"
             )
         if len(sequence.tokens) > table.max_tokens:
@@ -53,7 +54,7 @@ def validate_plannable(
         num_rows += sequence.row is None
     if num_rows > table.num_free_rows:
         raise CacheError(
-            f"{num_rows} new sequences but {table.num_free_rows} free rows in the block "
+            f"{counted(num_rows, 'new sequence')} but {counted(table.num_free_rows, 'free row')} in the block "
             "table; release some, or build it with more rows"
         )
 

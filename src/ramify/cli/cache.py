@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
+from ramify.counts import counted
 from ramify.errors import RamifyError
 
 cache = typer.Typer(
@@ -44,7 +45,7 @@ def list_directory(cache_dir: CacheDir) -> None:
             when = datetime.datetime.fromtimestamp(item.modified_s, datetime.UTC)
             last = f"{when:%Y-%m-%d %H:%M}" if item.modified_s else "never"
             typer.echo(
-                f"{item.path.name}  {item.num_segments:>6} segments  "
+                f"{item.path.name}  {counted(item.num_segments, 'segment'):>15}  "
                 f"{item.allocated_bytes / 1e9:>9.3f} GB  last written {last}"
             )
             for name, value in sorted(item.identity.fields.items() if item.identity else ()):
@@ -67,7 +68,7 @@ def verify_pages(
         directory = segment_tools.choose(cache_dir, identity)
         with segment_tools.opened(directory, cache_key=_key(cache_key), read_only=keep) as store:
             report = segment_tools.verify(store)
-    typer.echo(f"{report.num_pages} pages, {report.num_damaged} damaged")
+    typer.echo(f"{counted(report.num_pages, 'page')}, {report.num_damaged:,} damaged")
     if report.num_damaged:
         raise typer.Exit(1)
 
@@ -83,7 +84,7 @@ def export_pages(
         from ramify.kv.stores import segment_tools
 
         count = segment_tools.export(segment_tools.choose(cache_dir, identity), archive)
-    typer.echo(f"{count} files in {archive}")
+    typer.echo(f"{counted(count, 'file')} in {archive}")
 
 
 @cache.command("import")
@@ -97,7 +98,7 @@ def import_pages(
         from ramify.kv.stores import segment_tools
 
         report = segment_tools.import_archive(archive, cache_dir, cache_key=_key(cache_key))
-    typer.echo(f"{report.num_pages} pages, {report.num_damaged} damaged or refused")
+    typer.echo(f"{counted(report.num_pages, 'page')}, {report.num_damaged:,} damaged or refused")
     if report.num_damaged:
         raise typer.Exit(1)
 
@@ -121,12 +122,12 @@ def purge(
         directory = segment_tools.choose(cache_dir, identity)
         if older_than is not None:
             count = segment_tools.purge_older(directory, older_than)
-            typer.echo(f"{count} segments deleted")
+            typer.echo(f"{counted(count, 'segment')} deleted")
         if tenant is not None:
             with segment_tools.opened(
                 directory, cache_key=_key(cache_key), read_only=False
             ) as store:
-                typer.echo(f"{segment_tools.purge_tenant(store, tenant)} pages removed")
+                typer.echo(f"{counted(segment_tools.purge_tenant(store, tenant), 'page')} removed")
         if older_than is None and tenant is None:
             num_bytes = segment_tools.purge_identity(directory)
             typer.echo(f"{directory.path.name} deleted, {num_bytes / 1e9:.3f} GB")

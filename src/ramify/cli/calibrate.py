@@ -9,6 +9,7 @@ import typer
 
 from ramify.cli.log_commands import progress_bar, write_json
 from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
+from ramify.counts import counted
 
 
 @engine_options("dtype", "page_size", "max_batch_tokens", "max_model_len", "ops", "exact")
@@ -38,7 +39,7 @@ def calibrate(
     for size, seconds in facts["decode_step_s"].items():
         typer.echo(f"decode, batch of {size:>3}:     {seconds * 1e3:>12.3f} ms/step")
     typer.echo(
-        f"fit over {facts['num_steps']} steps: {cost.step_s * 1e3:.3f} ms a step, "
+        f"fit over {counted(facts['num_steps'], 'step')}: {cost.step_s * 1e3:.3f} ms a step, "
         f"{cost.token_s * 1e6:.2f} us a token, {cost.read_s * 1e9:.2f} ns a token read; "
         f"median error {facts['median_error']:.0%}, 90th percentile {facts['p90_error']:.0%}"
     )

@@ -23,6 +23,7 @@ from ramify.cli.options import (
     exit_on_error,
     milliseconds,
 )
+from ramify.counts import counted
 from ramify.errors import ConfigError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
@@ -323,7 +324,7 @@ def _print_demo(result: DemoResult) -> None:
     if result.num_known:
         console.print(f"\n{result.num_right} of {result.num_known} answers are right.")
     same = "the same tokens" if result.same_answers else "NOT the same tokens"
-    console.print(f"All three rounds gave {same} for all {num} questions.")
+    console.print(f"All three rounds gave {same} for all {counted(num, 'question')}.")
     console.print(
         f"Warm, the first token comes {result.speed_up:.1f}x sooner than without a cache."
     )

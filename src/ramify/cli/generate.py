@@ -19,6 +19,7 @@ from ramify.cli.options import (
     exit_on_error,
     milliseconds,
 )
+from ramify.counts import counted
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ def _summary(output: RequestOutput) -> str:
     cache, metrics = output.cache, output.metrics
     speed = metrics.decode_tokens_per_s
     return (
-        f"[{output.finish_reason.value}] prompt {cache.prompt_tokens} tokens: "
+        f"[{output.finish_reason.value}] prompt {counted(cache.prompt_tokens, 'token')}: "
         f"{cache.read_tokens} read, {cache.shared_tokens} shared, {cache.computed_tokens} computed; "
-        f"output {len(output.token_ids)} tokens; first after {milliseconds(metrics.ttft_s or 0.0)}"
+        f"output {counted(len(output.token_ids), 'token')}; first after {milliseconds(metrics.ttft_s or 0.0)}"
         + (f", then {speed:.1f} tokens/s" if speed else "")
     )
 

@@ -18,6 +18,7 @@ from ramify.cli.cluster_options import (
     Secret,
 )
 from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
+from ramify.counts import counted
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -204,8 +205,8 @@ def _tiers(llm: LLM) -> dict[str, dict[str, str]]:
         rate = f"{page_bytes / speed.page_s / 1e6:,.0f} MB/s" if speed.page_s else "any rate"
         pays = ""
         if speed.pays_from is not None:
-            pages = "1 page" if speed.pays_from == 1 else f"{speed.pays_from:,} pages"
-            pays = f"pays from {pages} ({speed.pays_from * page_size:,} tokens); "
+            tokens = counted(speed.pays_from * page_size, "token")
+            pays = f"pays from {counted(speed.pays_from, 'page')} ({tokens}); "
         facts[tier] = f"{1e3 * speed.latency_s:.3g} ms and {rate}: {pays}{speed.reason}"
     return {"cache tiers": facts}
 
@@ -215,7 +216,7 @@ def _window(plan: ResolvedConfig) -> str:
     if plan.window is None:
         return "none: a layer reads all tokens"
     num_pages = plan.num_live_pages(plan.max_model_len)
-    return f"{plan.window:,} tokens: a request holds as few as {num_pages:,} pages"
+    return f"{plan.window:,} tokens: a request holds as few as {counted(num_pages, 'page')}"
 
 
 def _explain(choice: BackendChoice | OpsChoice, names: Iterable[str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from ramify.cli.log_commands import (
     write_json,
 )
 from ramify.cli.options import exit_on_error
+from ramify.counts import counted
 
 if TYPE_CHECKING:
     from ramify.analysis.reader import ReadQuality
@@ -95,12 +96,14 @@ def _show(report: LintReport) -> None:
     rule = f"rule of {report.provider}"
     if report.capacity_tokens is not None:
         rule += f" at {capacity_label(report.capacity_tokens)} tokens of capacity"
-    typer.echo(f"{report.num_requests:,} requests, {total:,} input tokens{note}; {rule}")
+    typer.echo(
+        f"{counted(report.num_requests, 'request')}, {counted(total, 'input token')}{note}; {rule}"
+    )
     num_whole = report.quality.get("num_with_full_text", report.num_requests)
     if num_whole < report.num_requests:
         typer.echo(
-            f"{report.num_requests - num_whole:,} requests are not logged whole (system prompt, tools or "
-            "parts of the text are missing): what follows is about the logged parts"
+            f"{counted(report.num_requests - num_whole, 'request')} not logged whole (system prompt, tools "
+            "or parts of the text are missing): what follows is about the logged parts"
         )
     if total:
         typer.echo(f"shared with the best match as sent: {reusable:,} ({reusable / total:.1%})")
@@ -110,7 +113,7 @@ def _show(report: LintReport) -> None:
         typer.echo("")
         typer.echo(
             f"{finding.cause}{place} ({finding.certainty}): "
-            f"{finding.num_requests:,} requests, {finding.tokens_lost:,} tokens lost, "
+            f"{counted(finding.num_requests, 'request')}, {counted(finding.tokens_lost, 'token')} lost, "
             f"mending saves {finding.saving.tokens:,}"
         )
         example = finding.example
@@ -125,7 +128,8 @@ def _show(report: LintReport) -> None:
     if num_empty := report.quality.get("num_without_tokens", 0):
         file, line = report.quality["lines_without_tokens"][0]
         typer.echo(
-            f"\n{num_empty:,} requests without prompt and counts, e.g. {file}:{line}", err=True
+            f"\n{counted(num_empty, 'request')} without prompt and counts, e.g. {file}:{line}",
+            err=True,
         )
     _show_bad_lines(report.quality.get("bad_lines", []))
 
@@ -133,4 +137,6 @@ def _show(report: LintReport) -> None:
 def _show_bad_lines(bad: Sequence[Sequence[str | int]]) -> None:
     if bad:
         shown = ", ".join(f"{file}:{line}" for file, line in bad[:5])
-        typer.echo(f"\n{len(bad):,} bad lines: {shown}{' …' if len(bad) > 5 else ''}", err=True)
+        typer.echo(
+            f"\n{counted(len(bad), 'bad line')}: {shown}{' …' if len(bad) > 5 else ''}", err=True
+        )

@@ -19,6 +19,7 @@ from ramify.cli.log_commands import (
     write_json,
 )
 from ramify.cli.options import exit_on_error
+from ramify.counts import counted
 
 if TYPE_CHECKING:
     from ramify.analysis.simulation.results import Simulation
@@ -98,7 +99,7 @@ def summary(result: Simulation) -> str:
 
     facts, extra = result.facts, result.extra
     counts = ", estimated" if "estimated" in facts.token_counts else ""
-    head = f"{facts.num_requests:,} requests, {facts.input_tokens:,} input tokens{counts}"
+    head = f"{counted(facts.num_requests, 'request')}, {counted(facts.input_tokens, 'input token')}{counts}"
     lines = [f"{head}, pages of {facts.page_size}", *_quality_lines(result), ""]
     doubled = {int(capacity): rate for capacity, rate in extra.get("double_capacity", {}).items()}
     columns = {"LRU": dict(result.one_pass_lru), "2x memory": doubled}
@@ -120,7 +121,7 @@ def summary(result: Simulation) -> str:
     if ended["curve"]:
         how = "inferred from prefixes" * ended["is_inferred"] or "as logged"
         lines.append(
-            f"ended: {ended['num_sessions']:,} sessions ({how}), each ended {ended['after_s']:g} s "
+            f"ended: {counted(ended['num_sessions'], 'session')} ({how}), each ended {ended['after_s']:g} s "
             "after its last request"
         )
     if result.ttl:

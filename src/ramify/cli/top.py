@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ramify.cli.options import exit_on_error
+from ramify.counts import counted
 from ramify.errors import ConfigError, RamifyError
 
 TIMEOUT_S = 10.0
@@ -177,9 +178,9 @@ def _tier_lines(now: Snapshot) -> list[str]:
     loaded = now.by_tier("ramify_tier_loaded_pages_total")
     failed = now.by_tier("ramify_tier_failed_reads_total")
     return [
-        f"{tier:<10} {_bar(used[tier], 0, budget[tier])}  {pages:,.0f} pages, "
+        f"{tier:<10} {_bar(used[tier], 0, budget[tier])}  {counted(round(pages), 'page')}, "
         f"{used[tier] / GIB:.2f} of {budget[tier] / GIB:.2f} GiB; {loaded[tier]:,.0f} loaded, "
-        f"{failed[tier]:,.0f} failed reads"
+        f"{counted(round(failed[tier]), 'failed read')}"
         for tier, pages in now.by_tier("ramify_tier_pages").items()
     ]
 
@@ -201,7 +202,10 @@ def _tree_lines(now: Snapshot) -> list[str]:
     """The nodes with most hits, indented below their parents."""
     lines = [f"{'hits':>8} {'tokens':>8} {'held by':>8} {'idle':>8}  top of the tree"]
     for node in now.nodes:
-        text = _printable(str(node["text"])) or f"{len(node['token_ids'])} tokens without a text"
+        text = (
+            _printable(str(node["text"]))
+            or f"{counted(len(node['token_ids']), 'token')} without a text"
+        )
         tenant = f"  [{_printable(node['tenant'])}]" if node["tenant"] else ""
         lines.append(
             f"{node['hits']:>8,} {node['num_tokens']:>8,} {node['pins']:>8,} "

@@ -15,6 +15,7 @@ from ramify.cli.options import (
     engine_options,
     exit_on_error,
 )
+from ramify.counts import counted
 from ramify.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ def warm(
             stats = llm.stats()
     result = WarmupResult.sum(results)
     typer.echo(
-        f"{result.num_prompts:,} prompts: {result.computed_tokens:,} tokens computed, "
+        f"{counted(result.num_prompts, 'prompt')}: {counted(result.computed_tokens, 'token')} computed, "
         f"{result.found_tokens:,} found"
     )
     for tier, figures in stats.tiers.items():
         typer.echo(
-            f"{tier}: {figures.written_pages:,} pages written, {figures.refused_pages:,} refused"
+            f"{tier}: {counted(figures.written_pages, 'page')} written, {figures.refused_pages:,} refused"
         )
     for error in result.errors:
         typer.echo(f"refused: {error}", err=True)

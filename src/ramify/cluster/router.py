@@ -41,6 +41,7 @@ from ramify.cluster.prefix_home import home_of
 from ramify.cluster.prefixes_in_flight import Edge, PrefixesInFlight
 from ramify.cluster.recent_work import RecentWork
 from ramify.cluster.replica_work import ReplicaWork
+from ramify.counts import counted
 from ramify.errors import ConfigError
 
 # Chosen with seeds 100 and 101 of generated traffic and the first half of Mooncake's conversation trace,
@@ -120,7 +121,7 @@ class Router:
         before = self._replicas.get(replica)
         if before is not None and before.reservations:
             raise ConfigError(
-                f"replica {replica!r} has {len(before.reservations)} requests in flight; remove it "
+                f"replica {replica!r} has {counted(len(before.reservations), 'request')} in flight; remove it "
                 "and resume them before it joins again"
             )
         self._replicas[replica] = ReplicaWork(replica, identity)

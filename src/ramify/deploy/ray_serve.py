@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 import ramify
+from ramify.counts import counted
 from ramify.deploy.config import DeployConfig, config_of
 from ramify.deploy.end_signals import INTERRUPTED, EndSignals
 from ramify.deploy.engine_process import STOP_S, EngineProcess
@@ -446,7 +447,7 @@ def banner(config: DeployConfig) -> str:
     rows = {
         "deployment": config.name,
         "model": config.model,
-        "engines": f"{count}, each of {config.resources.num_threads} threads",
+        "engines": f"{count}, each of {counted(config.resources.num_threads, 'thread')}",
         "servers": f"{ingress.count}{' behind HAProxy' if ingress.haproxy else ''}",
         "Ray": address,
         "to change": f"ramify deploy FILE --address {address}",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ramify.config import EngineConfig, resolve
+from ramify.counts import counted
 from ramify.engine.core import EngineCore
 from ramify.engine.execution import executors
 from ramify.engine.execution.runner import ModelRunner
@@ -208,7 +209,9 @@ class ExactnessCheck:
 
     def __init__(self, llm: LLM, prompts: Sequence[TokenIds], num_new: int = 8) -> None:
         if not prompts or num_new < 1:
-            raise ConfigError(f"{len(prompts)} prompts and {num_new} new tokens; 1 or more needed")
+            raise ConfigError(
+                f"{counted(len(prompts), 'prompt')} and {counted(num_new, 'new token')}; 1 or more needed"
+            )
         if (ranks := llm.engine.ranks) is not None:
             raise ConfigError(
                 f"an exactness check has a K/V pool of its own, in one process, and tensor_parallel_size="

@@ -21,6 +21,7 @@ from contextlib import suppress
 from ramify.cache.key import namespace_of, namespace_parts
 from ramify.cache.maintenance import evict_suspect_prefix, reset
 from ramify.cache.partial_page import key_of_partial_page
+from ramify.counts import counted
 from ramify.engine.context import EngineContext
 from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.request import Request
@@ -81,7 +82,7 @@ class FailureRecovery:
             for request in requests[:8]
         )
         more = f" and {len(requests) - 8} more" if len(requests) > 8 else ""
-        return f"step {num_steps} with {len(requests)} requests: {named}{more}"
+        return f"step {num_steps} with {counted(len(requests), 'request')}: {named}{more}"
 
     # -- a forward pass fails ------------------------------------------------------------------
 
@@ -100,7 +101,9 @@ class FailureRecovery:
             self._handled_error = error
             raise error
         self.counts.failed_steps += 1
-        logger.warning("a step of %d requests failed: %s", len(scheduled.requests), error)
+        logger.warning(
+            "a step of %s failed: %s", counted(len(scheduled.requests), "request"), error
+        )
         if isinstance(error, StepMemoryError) and self._halve_token_budget(scheduled):
             return
         for request in scheduled.requests:
@@ -110,7 +113,9 @@ class FailureRecovery:
         """Count a step that could not be begun ahead: it is planned again, and counts for no request."""
         self.counts.failed_steps += 1
         logger.warning(
-            "a step of %d requests could not be begun ahead: %s", len(scheduled.requests), error
+            "a step of %s could not be begun ahead: %s",
+            counted(len(scheduled.requests), "request"),
+            error,
         )
 
     def requests_failed(self, scheduled: ScheduledStep, reasons: dict[int, str]) -> None:
@@ -202,7 +207,7 @@ class FailureRecovery:
         if request.num_failed_steps >= MAX_FAILURES and not excused:
             self._fail(
                 request,
-                f"was in {request.num_failed_steps} failed steps, the limit is {MAX_FAILURES}; the "
+                f"was in {counted(request.num_failed_steps, 'failed step')}, the limit is {MAX_FAILURES}; the "
                 "last one failed with",
                 error,
             )
@@ -335,7 +340,7 @@ class FailureRecovery:
             if not request.is_finished:
                 self._fail(
                     request,
-                    f"ended because the engine was repaired {self._num_repairs} times in a row and no "
+                    f"ended because the engine was repaired {counted(self._num_repairs, 'time')} in a row and no "
                     "step succeeded; make another LLM, or restart the server, and report the log; "
                     "the last repair was for",
                     error,
@@ -368,7 +373,7 @@ class FailureRecovery:
             if request.num_rebuilds >= MAX_REBUILDS:
                 self._fail(
                     request,
-                    f"saw {request.num_rebuilds} repairs of the engine without a new token, the "
+                    f"saw {counted(request.num_rebuilds, 'repair')} of the engine without a new token, the "
                     f"limit is {MAX_REBUILDS}; the last was for",
                     error,
                 )
@@ -396,7 +401,7 @@ class FailureRecovery:
             self._last_error = error
         num_pins = reset(context.cache)
         logger.error(
-            "the engine was rebuilt, its cache is empty, %d pins are lost: %s: %s",
+            "the engine was rebuilt, its cache is empty, lost pins: %d: %s: %s",
             num_pins,
             type(error).__name__,
             error,

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass, fields
 
 from ramify.config import ResolvedConfig
+from ramify.counts import counted
 
 # What makes two engines run different models, whatever they compute with.
 WEIGHT_FIELDS = ("weights", "weight_types", "model")
@@ -93,5 +94,5 @@ class EngineIdentity:
             f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} there"
             for name in names[:NAMED]
         ]
-        more = f", and {len(names) - NAMED} more fields" if len(names) > NAMED else ""
+        more = f", and {counted(len(names) - NAMED, 'more field')}" if len(names) > NAMED else ""
         return "; ".join(parts) + more

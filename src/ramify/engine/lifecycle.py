@@ -11,6 +11,7 @@ from itertools import count
 
 from ramify.cache import Salt
 from ramify.cache.sessions import open_session
+from ramify.counts import counted
 from ramify.engine.cache_options import pin_prefixes
 from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
@@ -136,11 +137,11 @@ class RequestLifecycle:
         append_sampled_tokens(request, sampled, num_continued=len(generated) - 1)
         num_valid = len(request.output_ids)
         if num_valid < len(generated):
-            allowed = f"{num_valid} tokens: the last of these ends the answer"
-            raise InvalidParamsError("generated", f"{len(generated)} tokens", allowed)
+            allowed = f"{counted(num_valid, 'token')}: the last of these ends the answer"
+            raise InvalidParamsError("generated", counted(len(generated), "token"), allowed)
         if request.pending_finish_reason and request.params.needs_all_prompt_rows:
             allowed = "less than a whole answer with prompt_logprobs: the prompt must be computed"
-            raise InvalidParamsError("generated", f"{num_valid} tokens", allowed)
+            raise InvalidParamsError("generated", counted(num_valid, "token"), allowed)
         request.num_generated = request.num_tokens_emitted = num_valid
         request.sequence.tokens.extend(generated)
         take_stable_text(request)  # came with the tokens

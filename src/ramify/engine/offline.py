@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ramify.counts import counted
 from ramify.engine.core import EngineCore
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.text.prompt_inputs import (
@@ -314,7 +315,7 @@ def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[RequestO
             cached += output.usage.cached_tokens
             prompt += output.usage.prompt_tokens
             share = f", {cached / prompt:.0%} of the prompts cached" if prompt else ""
-            advance(note=f"{generated:,} tokens{share}")
+            advance(note=f"{counted(generated, 'token')}{share}")
 
         yield count
 

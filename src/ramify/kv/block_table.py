@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.counts import counted
 from ramify.errors import CacheError, ConfigError
 
 
@@ -40,7 +41,7 @@ class RowAllocator:
         """
         if not self._free:
             raise CacheError(
-                f"all {self.capacity} rows of the block table are in use; release a sequence, "
+                f"no row of the block table is free, {self.capacity} in use; release a sequence, "
                 "or build the table with more rows"
             )
         row = heapq.heappop(self._free)
@@ -51,7 +52,7 @@ class RowAllocator:
         """Raise CacheError unless `count` rows are free."""
         if count > len(self._free):
             raise CacheError(
-                f"{count} rows asked for, {len(self._free)} of {self.capacity} are free; release a "
+                f"{counted(count, 'row')} asked for, {len(self._free)} of {self.capacity} are free; release a "
                 "sequence, or build the table with more rows"
             )
 
@@ -273,7 +274,7 @@ class PagedBlockTable(BlockTable):
             return ()
         if self._source is None:
             raise CacheError(
-                f"{num_pages} more pages are needed, and this table has no source of pages; "
+                f"needed: {counted(num_pages, 'more page')}, and this table has no source of pages; "
                 "append them first, or build it with source="
             )
         return self._source.reserve(num_pages)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from ramify.config import MAX_QUEUED_POOLS
+from ramify.counts import counted
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import EngineStoppedError, NoReplicaError, ReplicaLostError
 from ramify.models.configs.pooling import PoolingConfig
@@ -310,8 +311,8 @@ class RequestService:
         if limit is not None and sum(answers[:-1]) >= limit:
             raise ApiError(
                 400,
-                f"{len(requests)} prompts with {sum(answers)} answers in one request, but at most "
-                f"{limit} answers may wait here at once. Send several requests",
+                f"{counted(len(requests), 'prompt')} with {counted(sum(answers), 'answer')} in one request, but at most "
+                f"{counted(limit, 'answer')} may wait here at once. Send several requests",
                 param="prompt",
             )
         num_tokens = sum(len(request.prompt.ids) for request in requests)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ramify.counts import counted
 from ramify.engine.cache_admin.warmup import PUBLIC
 from ramify.errors import ConfigError
 from ramify.server.errors import ApiError
@@ -269,7 +270,7 @@ class QuotaMeter:
         limit = quota.max_waiting_tokens
         if limit is not None and usage.live and usage.waiting_tokens + num_tokens > limit:
             raise _over_quota(
-                f"your live requests have {usage.waiting_tokens} prompt tokens, with this one "
+                f"your live requests have {counted(usage.waiting_tokens, 'prompt token')}, with this one "
                 f"{usage.waiting_tokens + num_tokens}; the limit is {limit}"
             )
         rate = quota.tokens_per_minute

@@ -12,6 +12,7 @@ import msgspec
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.wording.numbers import money, percent
 from ramify.analysis.verdicts import OBSERVED, CauseName, Certainty
+from ramify.counts import counted
 from ramify.errors import ConfigError
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -92,7 +93,7 @@ def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:
         ),
         *(
             f"{finding.cause} in {finding.segment or 'the log'} is forbidden: "
-            f"{finding.num_requests:,} requests, e.g. line {finding.example.line}"
+            f"{counted(finding.num_requests, 'request')}, e.g. line {finding.example.line}"
             for finding in findings
             if finding.cause in budget.forbidden_causes
         ),

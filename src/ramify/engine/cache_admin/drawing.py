@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from ramify.counts import counted
+
 MAX_TEXT = 60  # characters of a node's text
 
 
@@ -56,7 +58,7 @@ def draw_tree(nodes: Sequence[DrawnNode], num_nodes: int) -> str:
         return "nothing is cached"
     lines = [*_lines(nodes)]
     if num_nodes > len(nodes):
-        lines.append(f"… and {num_nodes - len(nodes):,} more nodes, with fewer hits")
+        lines.append(f"… and {counted(num_nodes - len(nodes), 'more node')}, with fewer hits")
     return "\n".join(lines)
 
 
@@ -73,7 +75,7 @@ def _lines(nodes: Sequence[DrawnNode]) -> Iterator[str]:
 
 def describe_node(node: DrawnNode) -> str:
     """Tokens, hits, holders and the beginning of the text, in a line."""
-    parts = [_counted(node.num_tokens, "token"), _counted(node.hits, "hit")]
+    parts = [counted(node.num_tokens, "token"), counted(node.hits, "hit")]
     if node.pins:
         parts.append(f"held by {node.pins:,}")
     if node.tenant:
@@ -87,7 +89,3 @@ def one_line(text: str) -> str:
     """A text without what would move a cursor, cut to `MAX_TEXT` characters."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 1] + "…"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

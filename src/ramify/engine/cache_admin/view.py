@@ -18,6 +18,7 @@ from ramify.cache.pins import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.sessions import end_session
 from ramify.cache.types import CacheStats, Node
+from ramify.counts import counted
 from ramify.engine.cache_admin.branch_view import BranchQuery, BranchView, view_branches
 from ramify.engine.cache_admin.drawing import draw_tree
 from ramify.engine.cache_admin.warmup import (
@@ -114,7 +115,7 @@ class CacheView:
         num_kept = stats.num_pages - stats.free_pages
         return (
             f"<{type(self).__name__}: {num_kept:,} of {stats.num_pages:,} pages of {stats.page_size} "
-            f"tokens in use, {stats.num_nodes:,} nodes, hit rate {stats.hit_rate:.0%}>"
+            f"tokens in use, {counted(stats.num_nodes, 'node')}, hit rate {stats.hit_rate:.0%}>"
         )
 
     @whole_call

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cache.pins import Pin
+from ramify.counts import counted
 from ramify.engine.core import EngineCore
 from ramify.engine.request_options import RequestOptions
 from ramify.engine.scheduling.validation import validate_token_ids
@@ -165,7 +166,7 @@ def public_prefix_ids(
             raise ConfigError(f"public prefix {number} is no prompt: {error}") from error
         if len(ids) < page_size:
             raise ConfigError(
-                f"public prefix {number} has {len(ids)} tokens that do not depend on what follows; "
+                f"public prefix {number} has {counted(len(ids), 'token')} that do not depend on what follows; "
                 f"only whole pages of {page_size} can be shared"
             )
         page_aligned.append(ids[: len(ids) // page_size * page_size])
@@ -188,7 +189,9 @@ def pin_public_prefixes(
     if not core.config.requested.cache.prefix_cache:
         raise ConfigError("public prefixes need the prefix cache, which is off (prefix_cache)")
     if result.num_failed:
-        raise ConfigError(f"{result.num_failed} public prefixes were refused: {result.errors}")
+        raise ConfigError(
+            f"refused: {counted(result.num_failed, 'public prefix', 'public prefixes')}: {result.errors}"
+        )
     pinned = {pin.key for pin in core.cache.pins(PUBLIC)}
     pins: list[Pin] = []
     try:

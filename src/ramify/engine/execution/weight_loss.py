@@ -20,6 +20,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import cache_folder
 from ramify.config import EngineConfig
+from ramify.counts import counted
 from ramify.engine.execution.assembly import LocalEngine
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import StepPlan
@@ -179,7 +180,7 @@ def read_text(engine: LocalEngine, path: Path | None) -> list[int]:
         )
     token_ids = engine.tokenizer.encode(_source_text(path))
     if len(token_ids) < 2:
-        raise ConfigError(f"{path} has {len(token_ids)} tokens; at least 2 are needed")
+        raise ConfigError(f"{path} has {counted(len(token_ids), 'token')}; at least 2 are needed")
     return list(token_ids)
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from ramify.config import ResolvedConfig
+from ramify.counts import counted
 from ramify.errors import (
     EmptyPromptError,
     InvalidParamsError,
@@ -93,8 +94,8 @@ def validate_generated(
         raise InvalidParamsError("generated", "tokens of a later answer only", allowed)
     longest = max(map(len, answers))
     if longest > max_tokens:
-        allowed = f"at most {max_tokens} tokens, the most that an answer may have"
-        raise InvalidParamsError("generated", f"{longest} tokens", allowed)
+        allowed = f"at most {counted(max_tokens, 'token')}, the most that an answer may have"
+        raise InvalidParamsError("generated", counted(longest, "token"), allowed)
     return answers
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from ramify.cache.call_guard import CallGuard
 from ramify.cache.pins import Pin
+from ramify.counts import counted
 from ramify.engine.cache_admin.async_view import AsyncCacheView
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.call_turns import CallTurns, whole_call
@@ -114,9 +115,9 @@ class _BaseSession(Generic[Engine]):
 
     def __repr__(self) -> str:
         count = len(self._transcript.messages)
-        size = f"{count:,} message{'s' * (count != 1)}, " if count else ""
+        size = f"{counted(count, 'message')}, " if count else ""
         pinned = ", pinned" if self._pinned is not None else ""
-        return f"<{type(self).__name__}: {size}{len(self._transcript.token_ids):,} tokens{pinned}>"
+        return f"<{type(self).__name__}: {size}{counted(len(self._transcript.token_ids), 'token')}{pinned}>"
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ramify.counts import counted
 from ramify.errors import (
     EmptyPromptError,
     InvalidParamsError,
@@ -71,7 +72,7 @@ def broadcast_option(name: str, value: T | Sequence[T], count: int) -> list[T]:
         return [scalar] * count
     if len(value) != count:
         raise InvalidParamsError(
-            name, f"{len(value)} values", f"one value, or as many as the {count} prompts"
+            name, counted(len(value), "value"), f"one value, or one for each prompt, {count}"
         )
     return list(value)
 

@@ -166,7 +166,7 @@ class SegmentTable:
             )
         if dropped:
             logger.warning(
-                "%d pages in %s could not be read: the segment is dropped",
+                "pages that could not be read: %d in %s; the segment is dropped",
                 MAX_SEGMENT_ERRORS,
                 segment.path,
             )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from ramify.counts import counted
 from ramify.errors import ConfigError, StoreUnavailableError
 from ramify.kv.stores.file_ops import FileOps, OsFileOps
 from ramify.kv.stores.page_names import KEY_BYTES, PageNames
@@ -154,7 +155,7 @@ class SegmentStore:
         where = f"disk tier in {self._directory.root}"
         how = "O_DIRECT" if direct else "the page cache"
         if num_pages:
-            return f"{where}: {num_pages} pages, {used_bytes / 1e9:.2f} GB; cold reads by {how}"
+            return f"{where}: {counted(num_pages, 'page')}, {used_bytes / 1e9:.2f} GB; cold reads by {how}"
         difference = self._directory.nearest_difference()
         reason = (
             f"the nearest pages are of another identity: {difference}" if difference else "empty"

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ramify.counts import counted
 from ramify.errors import ConfigError
 from ramify.kv.stores.file_ops import (
     BLOCK_BYTES,
@@ -267,7 +268,7 @@ class StoreDirectory:
             for name in names[:_NAMED_FIELDS]
         ]
         if len(names) > _NAMED_FIELDS:
-            parts.append(f"{len(names) - _NAMED_FIELDS} more fields differ")
+            parts.append(f"{counted(len(names) - _NAMED_FIELDS, 'more field')} differ")
         return "; ".join(parts)
 
     def supports_direct(self) -> bool:
@@ -324,7 +325,7 @@ def check_has_no_replicas(root: Path, names: Sequence[str]) -> None:
     replicas = sorted(name for name in names if _REPLICA_NAME.fullmatch(name))
     if replicas and LOCK_FILE not in names:
         raise ConfigError(
-            f"the directory {root} has a cache directory for each of {len(replicas)} engines; name one "
+            f"the directory {root} has a cache directory for each of its engines ({len(replicas)}); name one "
             f"of them, as {root / replicas[0]}"
         )
 

@@ -186,7 +186,7 @@ class ValkeyStore:
         ]
         if wrong:
             logger.warning(
-                "%s: %d values are no pages, or damaged; they are deleted",
+                "%s: deleted values that are no pages, or damaged: %d",
                 self._link.shown_url,
                 len(wrong),
             )

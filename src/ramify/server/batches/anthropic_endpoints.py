@@ -93,7 +93,7 @@ def _lines(body: bytes | bytearray) -> tuple[bytes, int]:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not 0 < len(items) <= MAX_LINES:
         raise ApiError(
-            400, f"there are {len(items)} requests; send 1 to {MAX_LINES}", param="requests"
+            400, f"the number of requests is {len(items)}; send 1 to {MAX_LINES}", param="requests"
         )
     ids: set[str] = set()
     lines = bytearray()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ramify.counts import counted
 from ramify.errors import shortened
 from ramify.server.conversation.conversation import Conversation, NamedPrefix, ToolDefinition
 from ramify.server.conversation.parts import Message, Part, ResultPart
@@ -67,7 +68,7 @@ def tools_with(
 
 
 def _other_tools(prefix: NamedPrefix, path: str, difference: str) -> ApiError:
-    has = f"has {len(prefix.tools)} tools" if prefix.tools else "has no tools"
+    has = f"has {counted(len(prefix.tools), 'tool')}" if prefix.tools else "has no tools"
     return ApiError(
         400,
         f"the prefix {prefix.name!r} {has}, and {difference}; tools stand in the prefix: leave them out, "

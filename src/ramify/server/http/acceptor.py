@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from ramify.counts import counted
 from ramify.server.http.connection_limit import ConnectionLimit
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Acceptor:
         client.setblocking(False)
         if self._limit.is_full_for(address) and not self._limit.close_idle(1, address):
             self._log(
-                f"{address} has {self._limit.max_per_address} connections in use, the limit "
+                f"{address} has {counted(self._limit.max_per_address, 'connection')} in use, the limit "
                 "(--max-connections-per-address); further ones are refused"
             )
             _refuse(client, self._limit.max_per_address)
@@ -111,7 +112,7 @@ class Acceptor:
         num_closed = self._limit.close_idle(BATCH)
         consequence = "idle ones are closed" if num_closed else "new ones wait until one ends"
         self._log(
-            f"{self._limit.num_connections} connections are open, the limit (--max-connections); "
+            f"open: {counted(self._limit.num_connections, 'connection')}, the limit (--max-connections); "
             f"{consequence}"
         )
 

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ramify.counts import counted
 from ramify.errors import ConfigError
 from ramify.server.health import Readiness
 from ramify.server.http.acceptor import Acceptor
@@ -284,7 +285,7 @@ class DrainingServer(uvicorn.Server):
                     connection.shutdown()  # at once where it is idle, else after its response
             num_live = len(self.server_state.tasks)
             if time.monotonic() >= self._deadline_s:
-                logger.warning("%d requests are cut short", num_live)
+                logger.warning("cut short: %s", counted(num_live, "request"))
                 await self._abort()
                 num_live = 0
             self.should_exit = not num_live

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from ramify.counts import counted
 from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput
 from ramify.server.errors import ApiError
@@ -69,7 +70,7 @@ def completion_to_generations(
     if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with {params.n} answers each; the limit is "
+            f"{counted(len(prompts), 'prompt')} with {counted(params.n, 'answer')} each; the limit is "
             f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
             param="n",
         )
@@ -188,7 +189,7 @@ def check_prompts(prompts: Sequence[Any], service: RequestService) -> None:
     if num_tokens > service.max_queued_tokens:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with at least {num_tokens} tokens; at most "
+            f"{counted(len(prompts), 'prompt')} with at least {num_tokens} tokens; at most "
             f"{service.max_queued_tokens} tokens may wait here. Send several requests",
             param="prompt",
         )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.responses import Response
 
+from ramify.counts import counted
 from ramify.engine.embedding import embedding_of, embedding_params
 from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput
@@ -61,7 +62,7 @@ async def score(context: RequestContext) -> Response:
     if len(first) not in (1, len(second)):
         raise ApiError(
             400,
-            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one text_1 for all, or "
+            f"text_1 has {counted(len(first), 'text')} and text_2 {len(second)}; give one text_1 for all, or "
             "one for each text_2",
             param="text_1",
         )

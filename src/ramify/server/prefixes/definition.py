@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from ramify.counts import counted
 from ramify.errors import PromptTooLongError, RequestError
 from ramify.server.anthropic.messages_request import read_count_request
 from ramify.server.anthropic.protocol import CountRequest
@@ -82,7 +83,7 @@ def read_prefix(
     warnings = [*conversation.warnings, *warnings]
     if len(ids) < service.page_size:
         warnings.append(
-            f"the prefix has {len(ids)} tokens, and only whole pages of {service.page_size} are cached"
+            f"the prefix has {counted(len(ids), 'token')}, and only whole pages of {service.page_size} are cached"
         )
     return replace(prefix, ids=ids), warnings
 

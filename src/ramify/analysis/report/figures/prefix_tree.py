@@ -15,6 +15,7 @@ from ramify.analysis.records import SegmentKind
 from ramify.analysis.report.document import PrefixNode
 from ramify.analysis.report.figures.reads import Counts, RequestReads
 from ramify.analysis.verdicts import CauseName, Verdict
+from ramify.counts import counted
 
 MAX_NODES = 1500
 # Narrower siblings are merged: nobody sees them, zoomed in to their parent or not.
@@ -190,7 +191,7 @@ class PrefixTreeBuilder:
         self._nodes.append(
             PrefixNode(
                 parent=groups[0].parent,
-                label="1 small branch" if num == 1 else f"{num:,} small branches",
+                label=counted(num, "small branch", "small branches"),
                 text="",
                 depth=groups[0].depth,
                 first=int(requests.min()),

@@ -7,8 +7,9 @@ from typing import Any
 
 from ramify.analysis.files.rows import TRUNCATED
 from ramify.analysis.linting import MAX_NAMED
-from ramify.analysis.report.wording.numbers import percent, plural
+from ramify.analysis.report.wording.numbers import percent
 from ramify.analysis.verdicts import LintReport
+from ramify.counts import counted
 
 POOR_SHARE = 0.9  # of requests that should have text
 BAD_SHARE = 0.01
@@ -27,7 +28,7 @@ def warnings_of(
         yield "The log has no requests."
         return
     if num_bad > BAD_SHARE * (num + num_bad):
-        yield f"{num_bad:,} bad lines were left out; the first is line {quality['bad_lines'][0][1]:,}."
+        yield f"{counted(num_bad, 'bad line')} left out; the first is line {quality['bad_lines'][0][1]:,}."
     if TRUNCATED in quality.get("bad_reasons", {}):
         yield "A compressed file of the log ends early: what came after is missing."
     num_text = quality.get("num_with_full_text", num)
@@ -44,7 +45,7 @@ def warnings_of(
         )
     if num_unknown := quality.get("num_of_unknown_order", 0):
         yield (
-            f"Unknown order in {plural(num_unknown, 'request')}: the model's chat template decides whether "
+            f"Unknown order in {counted(num_unknown, 'request')}: the model's chat template decides whether "
             "tools or system prompt come first, and how calls and headers are written. They are compared as "
             "tools, system, messages; a record of the server (ramify serve --record) has its own order."
         )
@@ -55,7 +56,7 @@ def warnings_of(
             f"{file}:{line}" for file, line in quality.get("lines_without_tokens", ())
         )
         yield (
-            f"{plural(num_empty, 'request')} without tokens: neither a prompt nor counts are logged "
+            f"{counted(num_empty, 'request')} without tokens: neither a prompt nor counts are logged "
             f"({lines}{' …' if num_empty > MAX_NAMED else ''})."
         )
     if not lint.tables.get("billed"):

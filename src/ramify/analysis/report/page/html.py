@@ -28,10 +28,10 @@ from ramify.analysis.report.wording.numbers import (
     money,
     observed_words,
     percent,
-    plural,
 )
 from ramify.analysis.report.wording.quotes import mark_changes, mark_quotes
 from ramify.analysis.report.writers.markdown import analysis_as_markdown, finding_as_markdown
+from ramify.counts import counted
 
 # Characters that a browser hides, or that reorder what stands around them.
 _HIDDEN = re.compile(
@@ -54,7 +54,7 @@ def analysis_as_html(analysis: Analysis) -> str:
     )
     filters = (count, percent, money, duration, rows.cut, rows.width, visible, shown)
     environment.filters |= {function.__name__: function for function in filters}
-    calls = (plural, observed_words, mark_changes, mark_quotes, finding_anchor)
+    calls = (counted, observed_words, mark_changes, mark_quotes, finding_anchor)
     environment.globals |= {function.__name__: function for function in calls}
     curves = analysis.curves
     findings = analysis.lint.findings
@@ -62,7 +62,7 @@ def analysis_as_html(analysis: Analysis) -> str:
         analysis=analysis,
         lint=analysis.lint,
         headline=headline(analysis),
-        counted=counted_words(analysis),
+        counted_note=counted_words(analysis),
         rate_names=RATE_NAMES,
         findings=findings[: rows.MAX_FINDINGS],
         most_saved=max((max(finding.saving.high, 1) for finding in findings), default=1),

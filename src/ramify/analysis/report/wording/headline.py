@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ramify.analysis.report.document import Analysis, HitRate
-from ramify.analysis.report.wording.numbers import count, duration, money, percent, plural
+from ramify.analysis.report.wording.numbers import count, duration, money, percent
 from ramify.analysis.verdicts import LintReport
+from ramify.counts import counted
 
 HOUR_S = 3600.0
 SAME_COUNT = 0.01  # of two counts of the input
@@ -12,9 +13,7 @@ SAME_COUNT = 0.01  # of two counts of the input
 
 def headline(analysis: Analysis) -> str:
     """What was read, what could have been, and what the difference costs."""
-    size = (
-        f"{plural(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
-    )
+    size = f"{counted(analysis.lint.num_requests, 'request')}, {count(analysis.num_input)} input tokens"
     base = analysis.rate("reported") or analysis.rate("by_rule")
     sentences = [f"{size}."]
     if base is not None:
@@ -26,7 +25,7 @@ def headline(analysis: Analysis) -> str:
         if is_part := base.num_requests < analysis.lint.num_requests:
             sentences.append(
                 f"Of the {count(base.num_input)} tokens of the "
-                f"{plural(base.num_requests, 'request')} {_which(analysis, base)}, "
+                f"{counted(base.num_requests, 'request')} {_which(analysis, base)}, "
                 f"{percent(base.share)} {source}."
             )
         else:
@@ -59,7 +58,7 @@ def rule_words(lint: LintReport) -> str:
     if len(providers) == 1:
         words = f"the cache rule of {next(iter(providers))}"
     else:
-        shares = (f"{name} ({plural(number, 'request')})" for name, number in providers.items())
+        shares = (f"{name} ({counted(number, 'request')})" for name, number in providers.items())
         words = f"the cache rules of {', '.join(shares)}"
     if lint.capacity_tokens is not None:
         words += f" at a capacity of {lint.capacity_tokens:,} tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ramify.analysis.report.wording.causes import CAUSES
 from ramify.analysis.verdicts import Finding, Saving
+from ramify.counts import counted
 
 RATE_NAMES = {"reported": "reported", "by_rule": "by rule", "possible": "possible"}
 
@@ -48,20 +49,15 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def plural(number: int, noun: str) -> str:
-    """`1 request`, `2 requests`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def lost_words(finding: Finding) -> str:
     """`2 requests, 1,234 tokens lost`."""
-    requests = plural(finding.num_requests, "request")
+    requests = counted(finding.num_requests, "request")
     return f"{requests}, {count(finding.tokens_lost)} tokens lost"
 
 
 def observed_words(finding: Finding) -> str:
     """`37 requests: The texts are equal and …`, of a cause that no change mends."""
-    return f"{plural(finding.num_requests, 'request')}: {CAUSES[finding.cause].what}"
+    return f"{counted(finding.num_requests, 'request')}: {CAUSES[finding.cause].what}"
 
 
 def range_words(saving: Saving) -> str:

@@ -11,11 +11,11 @@ from ramify.analysis.report.wording.numbers import (
     lost_words,
     observed_words,
     percent,
-    plural,
     range_words,
 )
 from ramify.analysis.report.writers.terminal import printable
 from ramify.analysis.verdicts import Finding
+from ramify.counts import counted
 
 MAX_FINDINGS = 20
 _MARKUP = re.compile(r"[\\`*_\[\]<>#|~&@]|:(?=//)|(?<=www)\.")
@@ -38,7 +38,7 @@ def analysis_as_markdown(analysis: Analysis) -> str:
         lines += [finding_as_markdown(finding, number), ""]
     more = len(analysis.lint.findings) - MAX_FINDINGS
     if more > 0:
-        lines += [f"{plural(more, 'more finding')} left out.", ""]
+        lines += [f"{counted(more, 'more finding')} left out.", ""]
     for item in analysis.lint.observations:
         lines += [f"No finding, `{item.cause}` ({item.certainty}): {observed_words(item)}", ""]
     lines.append(f"Made with `ramify analyze`, Ramify {analysis.version}.")

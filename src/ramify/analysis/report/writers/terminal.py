@@ -15,11 +15,11 @@ from ramify.analysis.report.wording.numbers import (
     lost_words,
     observed_words,
     percent,
-    plural,
     range_words,
 )
 from ramify.analysis.report.wording.quotes import Piece, mark_quotes
 from ramify.analysis.verdicts import Finding
+from ramify.counts import counted
 
 BAR_CELLS = 32
 MAX_QUOTE = 60
@@ -45,7 +45,7 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         console.print(Text(f"No finding, {item.cause} ({item.certainty}): {observed_words(item)}"))
     console.print()
     if len(findings) > MAX_FINDINGS:
-        rest = plural(len(findings) - MAX_FINDINGS, "more finding")
+        rest = counted(len(findings) - MAX_FINDINGS, "more finding")
         console.print(f"{rest}: see --html or --json.")
     if findings:
         everything = analysis.lint.saving_all
@@ -65,7 +65,7 @@ def _bar(rate: HitRate, num_requests: int) -> Text:
     line.append(f" {percent(rate.share):>8}  ", style="bold")
     line.append(f"of {count(rate.num_input)} tokens")
     if rate.num_requests < num_requests:
-        line.append(f", {plural(rate.num_requests, 'request')}")
+        line.append(f", {counted(rate.num_requests, 'request')}")
     return line
 
 

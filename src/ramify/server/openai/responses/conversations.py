@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from ramify.counts import counted
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.history.stored_conversation import (
@@ -127,7 +128,7 @@ def check_room(
     ):
         raise ApiError(
             400,
-            f"the conversation has {len(conversation.items)} items of {conversation.num_bytes} "
+            f"the conversation has {counted(len(conversation.items), 'item')} of {conversation.num_bytes} "
             f"bytes, and no room for this turn; at most {MAX_ITEMS} items of "
             f"{store.max_tenant_bytes} bytes are kept. Begin a new one",
             param="conversation",
@@ -195,7 +196,7 @@ def _put(context: RequestContext, conversation: StoredConversation) -> None:
     if not put_conversation(store, context.caller.tenant, conversation):
         raise ApiError(
             400,
-            f"the conversation would have {len(conversation.items)} items of "
+            f"the conversation would have {counted(len(conversation.items), 'item')} of "
             f"{conversation.num_bytes} bytes; at most {MAX_ITEMS} items of "
             f"{store.max_tenant_bytes} bytes are kept. Begin a new one",
             param="items",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ramify.counts import counted
 from ramify.server.conversation.conversation import ToolDefinition
 from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.to_generation import to_generation
@@ -182,7 +183,7 @@ def response_to_generation(
             max_bytes=service.max_prompt_bytes,
         )
         if num_dropped:
-            warnings.append(f"truncation: the oldest {num_dropped} messages are left out")
+            warnings.append(f"truncation: left out {counted(num_dropped, 'message')}, the oldest")
     else:
         generation_request = render(messages, names)
     warnings += generation_request.warnings
