@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ramify.cli.demo import COLD, OFF, WARM, DemoResult, Quiz, Round, _print_demo
+from ramify.outputs import CacheReport, Completion, FinishReason, RequestMetrics, RequestOutput
 from ramify.testing import write_tiny_checkpoint
 from tests.forked_command import run_command
 
@@ -118,6 +120,34 @@ def test_demo_asks_about_any_text_and_prints_tables(checkpoint: Path, tmp_path: 
     assert process.returncode == 0, process.stderr
     assert "cache off" in process.stdout and "warm" in process.stdout
     assert "the same tokens for all 3 questions" in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("answers", "heading"),
+    [((None, None), False), (("blue", "red"), False), (("blue", "green"), True)],
+)
+def test_right_answers_are_shown_where_one_is_wrong(
+    answers: tuple[str | None, ...], heading: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A column that would be empty is left out: of a text of one's own, and where all answers are right."""
+    outputs = [output_of("blue"), output_of("red")]
+    rounds = [Round(name, tuple(outputs), 1.0) for name in (OFF, COLD, WARM)]
+
+    _print_demo(DemoResult(Quiz("d", ("Sky?", "Rose?"), answers), tuple(rounds)))
+
+    shown = capsys.readouterr().out
+    assert ("right answer" in shown) == heading
+    assert ("green" in shown) == heading
+    assert ("Right answers: 2 of 2." in shown) == (answers == ("blue", "red"))
+    assert ("Right answers: 1 of 2." in shown) == heading
+
+
+def output_of(text: str) -> RequestOutput:
+    """The output of a request that was answered with a text."""
+    completion = Completion(text, (1,), FinishReason.STOP)
+    return RequestOutput(
+        0, None, (1,), (completion,), RequestMetrics(0, 1, 1, 1), CacheReport(0, 0, 1)
+    )
 
 
 def test_generate_prints_text_and_where_the_prompt_came_from(checkpoint: Path) -> None:

@@ -302,7 +302,8 @@ def _print_demo(result: DemoResult) -> None:
 
     console = Console()
     answers = Table(box=None, title="Answers", title_justify="left")
-    for heading in ("", "question", "answer", "expected"):
+    any_wrong = result.num_right < result.num_known
+    for heading in ("", "question", "answer", *(["right answer"] if any_wrong else [])):
         answers.add_column(heading)
     outputs = result.rounds[-1].outputs
     for question, answer, output in zip(
@@ -310,7 +311,7 @@ def _print_demo(result: DemoResult) -> None:
     ):
         text = output.text.strip()
         mark = " " if answer is None else "✓" if text == answer else "✗"
-        answers.add_row(mark, question, text, "" if answer in (None, text) else answer)
+        answers.add_row(mark, question, text, *([answer or ""] if any_wrong else []))
     console.print(answers, markup=False)
     rounds = Table(box=None, title="\nPrompt tokens and time", title_justify="left")
     rounds.add_column("round")
@@ -322,7 +323,7 @@ def _print_demo(result: DemoResult) -> None:
     console.print(rounds)
     num = len(result.quiz.questions)
     if result.num_known:
-        console.print(f"\n{result.num_right} of {result.num_known} answers are right.")
+        console.print(f"\nRight answers: {result.num_right} of {result.num_known}.")
     same = "the same tokens" if result.same_answers else "NOT the same tokens"
     console.print(f"All three rounds gave {same} for all {counted(num, 'question')}.")
     console.print(
