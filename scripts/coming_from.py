@@ -18,7 +18,7 @@ from pathlib import Path
 from options_table import serve_parameters
 from peer_options import PEERS, Peer
 
-from ramify.cli.unknown_options import advice_for
+from ramify.cli.usage_errors import advice_for
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
 BEGIN = "<!-- options: written by scripts/coming_from.py (make options) -->"

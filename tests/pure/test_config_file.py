@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from ramify.cli import app
 from ramify.cli.options import PANELS, engine_options
+from ramify.cli.usage_errors import Command
 from ramify.config import SECTIONS, EngineConfig
 
 DEFAULTS = {field.name: field.default for section in SECTIONS.values() for field in fields(section)}
@@ -21,7 +22,7 @@ def run_command(tmp_path: Path, text: str, *arguments: str) -> tuple[dict[str, A
     received: dict[str, Any] = {}
     probe = typer.Typer()
 
-    @probe.command()
+    @probe.command(cls=Command)
     @engine_options(panels=PANELS, max_waiting=1024)
     def command(
         engine: dict[str, Any],
@@ -33,7 +34,8 @@ def run_command(tmp_path: Path, text: str, *arguments: str) -> tuple[dict[str, A
 
     file = tmp_path / "ramify.toml"
     file.write_text(text, "utf-8")
-    return received, CliRunner().invoke(probe, [*arguments, "--config", str(file)])
+    call: Callable[..., Any] = CliRunner().invoke
+    return received, call(probe, [*arguments, "--config", str(file)], env={"COLUMNS": "200"})
 
 
 @pytest.mark.parametrize("name", ["serve", "chat", "generate"])
@@ -96,8 +98,9 @@ def test_a_flag_goes_before_the_file(tmp_path: Path) -> None:
         ("config = 'other.toml'", "unknown option 'config'"),
         ("page_size = 3\n[cache]\npage-size = 4", "page_size twice"),
         ("page_size = ", "cannot be read"),
-        ("page_size = 'x'", "--page-size"),
-        ("dtype = 'float8'", "--dtype"),
+        ("page_size = 'x'", "'--page-size': 'x' is no whole number"),
+        ("exact = 'maybe'", "'--exact': 'maybe' is neither true nor false"),
+        ("dtype = 'float8'", "'--dtype': 'float8' is not one of 'auto'"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path, text: str, problem: str) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import ramify
 from ramify.cli import app
 from ramify.cli.options import read_config_file
-from ramify.cli.unknown_options import advice_for
+from ramify.cli.usage_errors import advice_for
 from ramify.config import EngineConfig
 from ramify.engine.text.prompt_inputs import encode_chat
 from ramify.errors import ConfigError, RequestError, UnknownOptionError, UnknownParamError
@@ -217,6 +217,55 @@ def test_a_misspelt_flag_still_suggests_the_similar_one() -> None:
     assert "--page-size" in misspelt.output
     assert "runs on CPU" not in other.output
     assert other.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["srve"], "No such command 'srve'. Did you mean 'serve'?"),
+        (["frobnicate"], "No such command 'frobnicate'. The commands: serve, replica, deploy,"),
+        (["cache", "lst"], "No such command 'lst'. Did you mean 'ls'?"),
+        (["cache", "empty"], "No such command 'empty'. The commands: ls, verify, export, import,"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_those_that_exist(
+    arguments: list[str], answer: str
+) -> None:
+    """The most similar command, or all; exit code 2."""
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+
+    assert result.exit_code == 2
+    assert answer in result.output
+
+
+def test_an_option_before_the_command_is_no_unknown_command() -> None:
+    """It is answered as an option."""
+    result = CliRunner().invoke(app, ["--page-size", "3"], env={"COLUMNS": "300"})
+
+    assert result.exit_code == 2
+    assert "No such option: --page-size" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "answer"),
+    [
+        (
+            "--quantize",
+            "int3",
+            "Invalid value for '--quantize': 'int3' is not one of 'off', 'int8'",
+        ),
+        ("--page-size", "x", "Invalid value for '--page-size': 'x' is no whole number"),
+        ("--port", "70000", "Invalid value for '--port': '70000' is too large; at most 65535 is"),
+        ("--port", "-1", "Invalid value for '--port': '-1' is too small; at least 0 is possible"),
+        ("--drain-seconds", "soon", "Invalid value for '--drain-seconds': 'soon' is no number"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_possible(flag: str, value: str, answer: str) -> None:
+    """In our words, not in those of the library that checks values."""
+    result = CliRunner().invoke(app, ["serve", flag, value], env={"COLUMNS": "300"})
+
+    assert result.exit_code == 2
+    assert answer in result.output
 
 
 def test_no_flag_of_serve_is_answered_as_foreign() -> None:

@@ -28,12 +28,13 @@ from ramify.cli.replica import replica
 from ramify.cli.serve import keys, serve
 from ramify.cli.simulate import simulate
 from ramify.cli.top import top
-from ramify.cli.unknown_options import Command
+from ramify.cli.usage_errors import Command, Group
 from ramify.cli.verify import verify
 from ramify.cli.warm import warm
 from ramify.errors import MissingPackageError
 
 app = typer.Typer(
+    cls=Group,
     help="LLM inference that never computes the same prefix twice.",
     no_args_is_help=True,
     add_completion=False,

@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from ramify.cli.options import exit_on_error
+from ramify.cli.usage_errors import Command, Group
 from ramify.counts import counted
 from ramify.errors import RamifyError
 
 cache = typer.Typer(
-    help="Look after a directory of --cache-dir that no server uses.", no_args_is_help=True
+    cls=Group,
+    help="Look after a directory of --cache-dir that no server uses.",
+    no_args_is_help=True,
 )
 
 CacheDir = Annotated[Path, typer.Option("--cache-dir", help="The directory of the disk tier.")]
@@ -35,7 +38,7 @@ def _key(path: Path | None) -> bytes | None:
     return None if path is None else read_cache_key(path)
 
 
-@cache.command("ls")
+@cache.command("ls", cls=Command)
 def list_directory(cache_dir: CacheDir) -> None:
     """List identities: size, last use, and the fields that make them."""
     with exit_on_error(_ERRORS):
@@ -52,7 +55,7 @@ def list_directory(cache_dir: CacheDir) -> None:
                 typer.echo(f"    {name} = {value}")
 
 
-@cache.command("verify")
+@cache.command("verify", cls=Command)
 def verify_pages(
     cache_dir: CacheDir,
     identity: Identity = None,
@@ -73,7 +76,7 @@ def verify_pages(
         raise typer.Exit(1)
 
 
-@cache.command("export")
+@cache.command("export", cls=Command)
 def export_pages(
     archive: Annotated[Path, typer.Argument(help="The tar file to write.")],
     cache_dir: CacheDir,
@@ -87,7 +90,7 @@ def export_pages(
     typer.echo(f"{counted(count, 'file')} in {archive}")
 
 
-@cache.command("import")
+@cache.command("import", cls=Command)
 def import_pages(
     archive: Annotated[Path, typer.Argument(help="A tar file that `ramify cache export` wrote.")],
     cache_dir: CacheDir,
@@ -103,7 +106,7 @@ def import_pages(
         raise typer.Exit(1)
 
 
-@cache.command("purge")
+@cache.command("purge", cls=Command)
 def purge(
     cache_dir: CacheDir,
     identity: Identity = None,

@@ -1,9 +1,10 @@
-"""Options of other engines on the command line: the error says what is used here in their place."""
+"""Errors in what was typed: an unknown command or option, a value that an option does not take."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -22,14 +23,45 @@ from ramify.params import SAMPLING_FIELDS
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+# What typer's validator reports of a value, by its kind of error.
+VALUE_ERRORS = {
+    "bool_parsing": "is neither true nor false",
+    "int_from_float": "is no whole number",
+    "int_parsing": "is no whole number",
+    "int_type": "is no whole number",
+    "float_parsing": "is no number",
+    "float_type": "is no number",
+    "greater_than_equal": "is too small; at least {ge} is possible",
+    "less_than_equal": "is too large; at most {le} is possible",
+}
+
+
+class Group(typer.core.TyperGroup):
+    """Commands; the error for an unknown command names the most similar one, or lists all."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click's `Group.resolve_command`; `ctx` is a context of click or of typer's copy."""
+        try:
+            return super().resolve_command(ctx, args)
+        except USAGE_ERROR as error:
+            if not args[0].startswith("-"):
+                vars(error).update(message=_unknown_command(args[0], list(self.commands)))
+            raise
+
+
 class Command(typer.core.TyperCommand):
-    """A command whose error for an unknown option of another engine names ours."""
+    """A command whose errors name our option for one of another engine, and the value that is wrong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click's `Command.parse_args`; `ctx` is a context of click or of typer's copy."""
         given = tuple(args)
         try:
             return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            report = getattr(error.__cause__, "errors", None)
+            if report is not None:
+                error.message = _wrong_value(report()[0])
+            raise
         except USAGE_ERROR as error:
             option = getattr(error, "option_name", None)
             params = {str(parameter.name) for parameter in self.params}
@@ -42,6 +74,21 @@ class Command(typer.core.TyperCommand):
                         message=f"No such option: {flag}: {advice}", possibilities=None
                     )
             raise
+
+
+def _unknown_command(name: str, commands: list[str]) -> str:
+    """The error for a command that does not exist."""
+    similar = difflib.get_close_matches(name, commands, n=1)
+    way_out = f"Did you mean {similar[0]!r}?" if similar else f"The commands: {', '.join(commands)}"
+    return f"No such command {name!r}. {way_out}"
+
+
+def _wrong_value(error: Mapping[str, Any]) -> str:
+    """The error for a value, from the report of typer's validator, which is pydantic's."""
+    words = VALUE_ERRORS.get(error["type"])
+    if words is None:
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"{error['input']!r} {words.format(**error.get('ctx', {}))}"
 
 
 def advice_for(flag: str, params: Collection[str]) -> str:
