@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -88,7 +89,8 @@ def _lines(body: bytes | bytearray) -> tuple[bytes, int]:
     try:
         items = msgspec.json.decode(without_mark(body), type=MessageBatchRequest).requests
     except msgspec.ValidationError as error:
-        raise validation_error(error, MessageBatchRequest) from None
+        read = partial(msgspec.json.decode, without_mark(body))
+        raise validation_error(error, MessageBatchRequest, read) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not 0 < len(items) <= MAX_LINES:
@@ -103,7 +105,8 @@ def _lines(body: bytes | bytearray) -> tuple[bytes, int]:
             request = msgspec.json.decode(item, type=MessageBatchItem)
             params = msgspec.json.format(request.params, indent=NOT_COMPRESSED)
         except msgspec.ValidationError as error:
-            raise validation_error(error, MessageBatchItem, where) from None
+            read = partial(msgspec.json.decode, item)
+            raise validation_error(error, MessageBatchItem, read, where) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"it is not JSON: {error}", param=where) from None
         if not params.startswith(b"{"):

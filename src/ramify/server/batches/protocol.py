@@ -31,7 +31,13 @@ class BatchRequest(msgspec.Struct):
     output_expires_after: ExpiresAfter | None = None
 
 
-CustomId = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CustomId = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-zA-Z0-9_-]{1,64}$",
+        description="A custom_id has 1 to 64 characters: ASCII letters, digits, _ and -",
+    ),
+]
 
 
 class MessageBatchItem(msgspec.Struct):

@@ -1,23 +1,29 @@
-"""Decode request bodies: a byte order mark and `2.0` for an integer pass, errors name what is allowed."""
+"""Decode request bodies: a byte order mark and `2.0` for an integer pass, errors name what is allowed.
+
+A type with a pattern, `Annotated[str, Meta(pattern=..., description=...)]`, says in its description what
+fits: that is in the error, in place of the pattern.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
+from ramify.errors import shortened
 from ramify.server.errors import ApiError
 from ramify.server.http.json_limits import check_json_limits
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INTEGRAL = re.compile(rb"(-?[0-9]{1,19})\.0{1,20}")
-_PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[[^\]]*\]")
+_PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[([^\]]*)\]")
 _BEFORE_PATH = " - at `"
+NUM_QUOTED = 100  # characters of a value
 
 T = TypeVar("T")
 
@@ -39,7 +45,7 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
                 raise
             return msgspec.json.decode(integral, type=kind)
     except msgspec.ValidationError as error:
-        raise validation_error(error, kind) from None
+        raise validation_error(error, kind, partial(msgspec.json.decode, body)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
@@ -56,7 +62,7 @@ def convert_value(value: object, kind: type[T], where: str = "") -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise validation_error(error, kind, where) from None
+        raise validation_error(error, kind, lambda: value, where) from None
 
 
 def decode_json_text(text: str, param: str) -> Any:
@@ -102,8 +108,14 @@ def _with_integers(body: bytes | bytearray) -> bytes | None:
     return msgspec.json.encode(fields | integers) if integers else None
 
 
-def validation_error(error: msgspec.ValidationError, kind: type, where: str = "") -> ApiError:
-    """The error for a value at `where` that does not fit a type; lists the values of an enum."""
+def validation_error(
+    error: msgspec.ValidationError, kind: type, read: Callable[[], object], where: str = ""
+) -> ApiError:
+    """The error for a value at `where` that does not fit a type; it says what fits an enum or a pattern.
+
+    Args:
+        read: decodes what was converted, so that the message can quote the value.
+    """
     # The message may quote the value, the path has nothing that a client wrote: it is the last.
     message, _, path = str(error).rpartition(_BEFORE_PATH)
     message, path = (message, path.removesuffix("`")) if message else (path, "")
@@ -111,17 +123,57 @@ def validation_error(error: msgspec.ValidationError, kind: type, where: str = ""
     if message.startswith("Invalid enum value"):
         choices = sorted(map(repr, allowed_values(kind, path)))
         message += f"; the values are {', '.join(choices)}" if choices else ""
+    elif message.startswith("Expected `str` matching regex"):
+        message = _wrong_text(kind, path, read) or message
     return ApiError(400, message, param=(where + path).lstrip(".") or None)
 
 
 def allowed_values(kind: type, path: str) -> set[Any]:
     """The literals that a type allows at a path such as `.messages[0].role`."""
-    types = [_type_info(kind)]
-    for step in _PATH_STEP.finditer(path):
-        types = [inner for outer in types for inner in _step_into(outer, step[1])]
     return {
-        value for info in types if isinstance(info, inspect.LiteralType) for value in info.values
+        value
+        for info in _types_at(kind, path)
+        if isinstance(info, inspect.LiteralType)
+        for value in info.values
     }
+
+
+def _wrong_text(kind: type, path: str, read: Callable[[], object]) -> str:
+    """The text at a path, and what its type's description says of texts that fit; "" if it has none."""
+    descriptions = {
+        (info.extra_json_schema or {}).get("description", "")
+        for info in _types_at(kind, path)
+        if isinstance(info, inspect.Metadata)
+    }
+    text = _value_at(read, path)
+    if len(descriptions) != 1 or not isinstance(text, str):
+        return ""
+    length = f", of {len(text)} characters," if len(text) > NUM_QUOTED else ""
+    return f"{shortened(text, NUM_QUOTED)!r}{length} is not possible. {descriptions.pop()}"
+
+
+def _value_at(read: Callable[[], Any], path: str) -> Any:
+    """The value at a path; None if it cannot be read, or the path does not name its keys."""
+    try:
+        value = read()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # wrong behind the value, too
+        return None
+    for name, index in _PATH_STEP.findall(path):
+        if name and isinstance(value, dict):
+            value = value.get(name)
+        elif index.isdecimal() and isinstance(value, list):
+            value = value[int(index)]
+        else:
+            return None
+    return value
+
+
+def _types_at(kind: type, path: str) -> list[inspect.Type]:
+    """The types of values at a path; of a union, its members."""
+    types = [_type_info(kind)]
+    for name, _ in _PATH_STEP.findall(path):
+        types = [inner for outer in types for inner in _step_into(outer, name)]
+    return types
 
 
 @lru_cache(64)
@@ -129,15 +181,17 @@ def _type_info(kind: type) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def _step_into(outer: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
-    """The types of a field, or of the items if `name` is None; a union's members one by one."""
+def _step_into(outer: inspect.Type, name: str) -> Iterator[inspect.Type]:
+    """The types of a field, or of the items if `name` is ""; a union's members one by one."""
     inner: list[inspect.Type] = []
     match outer:
-        case inspect.StructType() if name is not None:
+        case inspect.Metadata():
+            yield from _step_into(outer.type, name)
+        case inspect.StructType() if name:
             inner = [item.type for item in outer.fields if item.encode_name == name]
-        case inspect.ListType() if name is None:
+        case inspect.ListType() if not name:
             inner = [outer.item_type]
-        case inspect.DictType() if name is None:
+        case inspect.DictType() if not name:
             inner = [outer.value_type]
         case _:
             pass

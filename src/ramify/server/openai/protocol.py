@@ -22,7 +22,13 @@ StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 Stops = Annotated[list[StopText], Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=256)]
 # MCP clients write `server:tool` and `server/tool`.
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
+ToolName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9_.:/-]{1,256}$",
+        description="A tool's name has 1 to 256 characters: ASCII letters, digits, and _ . : / -",
+    ),
+]
 CacheSalt = Annotated[str, Meta(max_length=1024)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]

@@ -28,7 +28,14 @@ from ramify.server.prompts.next_turns import common_prefix
 from ramify.server.service import RequestService
 
 # So that a name needs no escapes in a path, a header or a log line.
-PrefixName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$(?!\n)")]
+PrefixName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$(?!\n)",
+        description="A name has 1 to 128 characters: ASCII letters and digits, and after the first also _ . : "
+        "and -",
+    ),
+]
 PARTS = ("system", "messages", "tools")
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 # The first messages of requests: the tokens before the text of any are the same. A text may begin with
