@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.server.prompts.prompt_rules import MAX_TEXT_CHARS, RULES, Target, rules_named, take_out
+from ramify.prompt_rules import MAX_TEXT_CHARS, RULES, Target, rules_named, take_out
 from ramify.server.run import ServeInputs, ServeOptions
 from tests.pure.prefix_requests import (
     APIS,

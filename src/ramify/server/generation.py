@@ -13,12 +13,12 @@ from ramify.engine.serving.streams import Stream
 from ramify.errors import EngineStoppedError, UnknownRequestError
 from ramify.outputs import CacheReport, FinishReason, Placement, RequestOutput, StepOutput
 from ramify.params import SamplingParams
+from ramify.prompt_rules import AppliedRule
 from ramify.server.answers.answer import AnswerParts, PartEvent, PlainTextParser
 from ramify.server.answers.route import route_json
 from ramify.server.history.cache_miss import CacheMiss
 from ramify.server.history.stored_requests import HistoryEntry
 from ramify.server.model_dialects.events import OutputParser
-from ramify.server.prompts.prompt_rules import AppliedRule
 from ramify.server.prompts.renderer import NamedSpan, RenderedPrompt
 from ramify.server.tenants import Caller
 

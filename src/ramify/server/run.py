@@ -29,6 +29,7 @@ from ramify.models.configs.sampling_defaults import AUTO
 from ramify.models.gguf.config import read_sampling_defaults
 from ramify.models.gguf.container import model_name
 from ramify.params import SamplingParams
+from ramify.prompt_rules import rules_named
 from ramify.server.app import Server
 from ramify.server.batches.store import BatchStore
 from ramify.server.engine_client import EngineClient
@@ -48,7 +49,6 @@ from ramify.server.operations.request_log import (
     trace_line,
 )
 from ramify.server.operations.stderr_writer import stderr_in_background
-from ramify.server.prompts.prompt_rules import rules_named
 from ramify.server.replicas import Replicas
 from ramify.server.service import ANY_NAME, RequestService
 from ramify.server.telemetry.options import OtlpOptions

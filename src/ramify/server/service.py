@@ -17,6 +17,7 @@ from ramify.errors import EngineStoppedError, NoReplicaError, ReplicaLostError
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
+from ramify.prompt_rules import rules_named
 from ramify.server.activity import Activity
 from ramify.server.engine_client import EngineClient
 from ramify.server.errors import ApiError, ContextLengthError
@@ -36,7 +37,6 @@ from ramify.server.live_requests import LiveRequests
 from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.model_dialects.events import CallStart, ReasoningDelta
 from ramify.server.model_dialects.output_format import named
-from ramify.server.prompts.prompt_rules import rules_named
 from ramify.server.prompts.renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_fields.unsupported_fields import UnknownFieldLog
 from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
@@ -65,7 +65,7 @@ class RequestService:
         drops_forbidden_tools: requests that forbid calls have no tools in their prompts. Else they
             share the prompts of requests that allow them.
         tools_first: prompts have tools before the system prompt, if the chat template can.
-        prompt_rules: rules of prompt hygiene, by name; see `prompts.prompt_rules`.
+        prompt_rules: rules of prompt hygiene, by name; see `ramify.prompt_rules`.
 
     Raises:
         ConfigError: there is no output format or prompt rule of a name.

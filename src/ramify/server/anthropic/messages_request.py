@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ramify.params import SamplingParams, StructuredOutput
+from ramify.prompt_rules import BILLING
 from ramify.server.anthropic.blocks import blocks_of
 from ramify.server.anthropic.protocol import (
     Block,
@@ -26,7 +27,6 @@ from ramify.server.generation import GenerationRequest
 from ramify.server.grammars.constraint import CallChoice, schema_format
 from ramify.server.history.stored_requests import fingerprint
 from ramify.server.http.wire import encode_json
-from ramify.server.prompts.prompt_rules import BILLING
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS
 from ramify.server.request_fields.reasoning_options import (
     THINKING_TYPES,

@@ -9,9 +9,9 @@ from typing import Any
 
 from ramify.engine.text.chat_template import with_parameters
 from ramify.params import SamplingParams, StructuredOutput
+from ramify.prompt_rules import AppliedRule
 from ramify.server.conversation.parts import Message
 from ramify.server.grammars.constraint import CallChoice
-from ramify.server.prompts.prompt_rules import AppliedRule
 from ramify.server.prompts.renderer import MAX_BREAKPOINTS, KnownPrefix, RenderedPrompt
 from ramify.server.request_fields.reasoning_options import ReasoningOptions
 

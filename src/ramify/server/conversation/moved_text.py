@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ramify.prompt_rules import AppliedRule, PromptRule, Target, take_out
 from ramify.server.conversation.conversation import Conversation
 from ramify.server.conversation.parts import HiddenPart, Line, Message, Part, ResultPart, TextPart
-from ramify.server.prompts.prompt_rules import AppliedRule, PromptRule, Target, take_out
 
 
 @dataclass(frozen=True, slots=True)

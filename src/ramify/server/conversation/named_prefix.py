@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from ramify.counts import counted
 from ramify.errors import shortened
+from ramify.prompt_rules import BILLING, take_out
 from ramify.server.conversation.conversation import Conversation, NamedPrefix, ToolDefinition
 from ramify.server.conversation.parts import Message, Part, ResultPart
 from ramify.server.errors import ApiError
 from ramify.server.prompts.next_turns import common_prefix
-from ramify.server.prompts.prompt_rules import BILLING, take_out
 from ramify.server.prompts.renderer import CacheBreakpoint, NamedSpan, RenderedPrompt
 from ramify.server.service import RequestService
 

@@ -13,6 +13,7 @@ from typing import Any
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, PromptTooLongError
+from ramify.prompt_rules import AppliedRule
 from ramify.server.model_dialects.call_text import calls_text
 from ramify.server.prompts.answer_opening import (
     RenderMessages,
@@ -24,7 +25,6 @@ from ramify.server.prompts.jobs import stop_if_abandoned
 from ramify.server.prompts.next_turns import CALL, PLACEHOLDER, RESULT, num_stable_chars
 from ramify.server.prompts.prompt_ends import PromptEnds
 from ramify.server.prompts.prompt_parts import PromptPart, locate_parts
-from ramify.server.prompts.prompt_rules import AppliedRule
 from ramify.server.prompts.template_conventions import WriteCalls
 from ramify.server.prompts.template_probes import NEEDLE, find_conventions
 
