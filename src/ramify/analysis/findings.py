@@ -19,6 +19,7 @@ from ramify.analysis.verdicts import (
     ValueKind,
     Verdict,
 )
+from ramify.prompt_rules import RULES
 
 _PLAIN = re.compile(
     r"(?=.*\d)[\w :./+-]{1,40}"
@@ -40,6 +41,14 @@ def move_value(kind: ValueKind, example: str = "") -> str:
     quoted = f' ("{bare}")' if _PLAIN.fullmatch(bare) else ""
     return (
         f"Move {what}{quoted} to the end of the newest user message and leave it there{otherwise}."
+    )
+
+
+def rule_advice(rule: str) -> str:
+    """The sentence that names a rule of the server, which mends the prompt without a change of the client."""
+    target = RULES[rule].target.value
+    return (
+        f"Or let the server do it: `ramify serve --prompt-rules {rule}` moves the text to {target}."
     )
 
 
@@ -85,6 +94,7 @@ class _Group:
     example: Example | None = None
     certainty: Certainty = Certainty.SUSPECTED
     kind: ValueKind | None = None
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,7 @@ class FoundCause:
     tokens_lost: int
     example: Example
     kind: ValueKind | None = None  # of the value in the example
+    rule: str = ""  # of `--prompt-rules` that takes it out of the prompt
 
     def finding(self, saving: Saving, partner: Partner | None = None) -> Finding:
         """With the savings that replays have shown."""
@@ -111,13 +122,15 @@ class FoundCause:
             saving=saving,
             partner=partner,
             kind=self.kind,
+            rule=self.rule,
         )
 
     @property
     def _change(self) -> str:
         if self.kind is None:
             return CHANGES[self.fix.cause]
-        return move_value(self.kind, self.example.got)
+        change = move_value(self.kind, self.example.got)
+        return f"{change} {rule_advice(self.rule)}" if self.rule else change
 
 
 def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
@@ -139,6 +152,7 @@ def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:
             group.tokens_lost,
             group.example,
             group.kind,
+            group.rule,
         )
         for fix, group in groups.items()
         if group.example is not None
@@ -196,7 +210,7 @@ def _add(group: _Group, number: int, verdict: Verdict, cause: Cause, *, is_first
     if _ORDER.index(cause.certainty) < _ORDER.index(group.certainty) or group.example is None:
         group.certainty = cause.certainty
         group.example = Example(verdict.line, cause.had, cause.got, verdict.file)
-        group.kind = cause.kind
+        group.kind, group.rule = cause.kind, cause.rule
 
 
 def order_by_saving(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -43,19 +43,21 @@ def verdict_as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def cause_as_json(cause: Cause) -> dict[str, Any]:
-    """A cause; `kind` only of a value that changes."""
-    return _without_kind(asdict(cause))
+    """A cause; `kind` only of a value that changes, `rule` only where one takes it out."""
+    return _without_unset(asdict(cause))
 
 
 def finding_as_json(finding: Finding) -> dict[str, Any]:
-    """A finding; `kind` only of a value that changes."""
-    return {**_without_kind(asdict(finding)), "note": finding.note}
+    """A finding; `kind` only of a value that changes, `rule` only where one takes it out."""
+    return {**_without_unset(asdict(finding)), "note": finding.note}
 
 
-def _without_kind(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a cause with plain texts, and without a kind that is None."""
+def _without_unset(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a cause with plain texts, without a kind that is None and a rule that is empty."""
     for name in ("cause", "certainty", "kind"):
         values[name] = None if values[name] is None else str(values[name])
     if values["kind"] is None:
         del values["kind"]
+    if not values["rule"]:
+        del values["rule"]
     return values

@@ -103,6 +103,7 @@ class Cause:
     had: str = ""
     got: str = ""
     kind: ValueKind | None = None  # of a value that changes
+    rule: str = ""  # of `ramify serve --prompt-rules` that takes the value out of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ class Finding:
     saving: Saving
     partner: Partner | None = None
     kind: ValueKind | None = None  # of a value that changes
+    rule: str = ""  # of `ramify serve --prompt-rules` that takes the value out of the prompt
 
     @property
     def note(self) -> str:

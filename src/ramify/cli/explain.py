@@ -37,6 +37,8 @@ def _show(explanation: Explanation) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ramify.analysis.findings import rule_advice
+
     about = "" if explanation.is_exact else "about "
     typer.echo(
         f"{about}{explanation.shared_as_sent:,} of {explanation.num_tokens_b:,} tokens are shared as "
@@ -60,3 +62,5 @@ def _show(explanation: Explanation) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+    for rule in dict.fromkeys(item.rule for item in explanation.differences if item.rule):
+        typer.echo(f"{rule}: {rule_advice(rule)}")

@@ -53,6 +53,69 @@ def test_explain_names_all_differences_of_two_lines(log: Path, tmp_path: Path) -
     assert report["shared_if_mended"] > report["shared_as_sent"]
 
 
+@pytest.mark.parametrize(
+    ("line", "later", "rule"),
+    [
+        ("Today's date: 2026-06-05", "Today's date: 2026-06-06", "date-line"),
+        ("Current time: 2026-06-05 15:04", "Current time: 2026-06-05 16:11", "clock-line"),
+        ("Session ID: 9f1c33a7e141", "Session ID: 41aa07b3c9f8", "session-id"),
+        ("Request ID: req_01J8ZQ", "Request ID: req_77KPM2", "request-id"),
+        (
+            "<env>\n  Working directory: /home/ann\n  Platform: linux\n</env>",
+            "<env>\n  Working directory: /srv/run-7\n  Platform: linux\n</env>",
+            "env-block",
+        ),
+        (
+            "# Environment\nYou have been invoked in the following environment: \n - Directory: /home/ann",
+            "# Environment\nYou have been invoked in the following environment: \n - Directory: /srv/r7",
+            "env-block",
+        ),
+        ("It is 15:04 now.", "It is 16:11 now.", ""),
+    ],
+)
+def test_a_rule_that_mends_the_prompt_is_recommended(
+    tmp_path: Path, line: str, later: str, rule: str
+) -> None:
+    """By its name, in `explain` and in the finding; none where no rule takes the value out."""
+    log, target = tmp_path / "log.jsonl", tmp_path / "out.json"
+    systems = [f"You help.\n{text}\n{RULES}" for text in (line, later)]
+    log.write_text("".join(json.dumps(chat(system)) + "\n" for system in systems))
+
+    code, output = run("explain", f"{log}:1", f"{log}:2")
+    assert code == 0, output
+    assert (f"`ramify serve --prompt-rules {rule}`" in output) == bool(rule)
+    assert ("--prompt-rules" in output) == bool(rule)
+
+    code, output = run("lint", log, "--json", target)
+    assert code == 0, output
+    [finding] = json.loads(target.read_text())["findings"]
+    assert finding.get("rule", "") == rule
+    assert (f"`ramify serve --prompt-rules {rule}`" in finding["change"]) == bool(rule)
+
+
+def test_a_value_that_no_rule_sees_has_no_rule(tmp_path: Path) -> None:
+    """Rules look at the system prompt before the first message: a later one keeps its date."""
+    log = tmp_path / "log.jsonl"
+    rows = []
+    for day in "56":
+        note = {"role": "system", "content": f"Today's date: 2026-06-0{day}\n{RULES}"}
+        question = {"role": "user", "content": "Hi"}
+        messages = [question, note, {"role": "user", "content": "And now?"}]
+        rows.append(json.dumps({"model": "gpt-5", "messages": messages}) + "\n")
+    log.write_text("".join(rows))
+
+    code, output = run("explain", f"{log}:1", f"{log}:2")
+
+    assert code == 0, output
+    assert "clock" in output
+    assert "--prompt-rules" not in output
+
+
+def chat(system: str) -> dict[str, object]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}]
+    return {"model": "gpt-5", "messages": messages}
+
+
 def test_explain_counts_token_ids_of_the_log_exactly(tmp_path: Path) -> None:
     log, target = tmp_path / "log.jsonl", tmp_path / "out.json"
     prompts = [[*range(40), 7], [*range(40), 8, 9]]

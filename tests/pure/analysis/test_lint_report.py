@@ -81,12 +81,14 @@ def test_json_has_the_keys_of_the_contract() -> None:
         "file", "line", "best_match_file", "best_match_line", "divergence", "causes", "tokens",
     }  # fmt: skip
     assert verdict["divergence"].keys() == {"segment", "char", "token", "had", "got"}
-    assert verdict["causes"][0].keys() == {"cause", "certainty", "segment", "had", "got", "kind"}
+    assert verdict["causes"][0].keys() == {
+        "cause", "certainty", "segment", "had", "got", "kind", "rule",
+    }  # fmt: skip
     assert (verdict["causes"][0]["cause"], verdict["causes"][0]["kind"]) == ("random_id", "id")
     assert verdict["tokens"].keys() == {"total", "reusable", "lost"}
     finding = report["findings"][0]
     assert finding.keys() == {
         "cause", "certainty", "segment", "num_requests", "tokens_lost", "example", "change", "saving",
-        "partner", "note", "kind",
+        "partner", "note", "kind", "rule",
     }  # fmt: skip
     assert finding["saving"].keys() == {"tokens", "low", "high", "money"}

@@ -186,6 +186,7 @@ class SlotVerdict:
     cause: CauseName | None
     is_volatile: bool  # the values are waste wherever the text around them is equal
     kind: ValueKind | None = None  # of a value that changes
+    rule: str = ""  # of `--prompt-rules` that takes the values out of the prompt
 
 
 _CONTENT = SlotVerdict(None, is_volatile=False)

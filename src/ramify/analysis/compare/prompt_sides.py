@@ -31,6 +31,7 @@ class Difference:
     got: Excerpt = NOTHING
     is_volatile: bool = True  # waste wherever it stands; else only before equal text
     kind: ValueKind | None = None  # of a value that changes
+    rule: str = ""  # of `--prompt-rules` that takes the value out of the prompt
 
     @classmethod
     def proved(
@@ -63,7 +64,13 @@ class Difference:
     def as_cause(self) -> Cause:
         """The same as a verdict has it."""
         return Cause(
-            self.cause, self.certainty, self.segment, str(self.had), str(self.got), self.kind
+            self.cause,
+            self.certainty,
+            self.segment,
+            str(self.had),
+            str(self.got),
+            self.kind,
+            self.rule,
         )
 
 

@@ -11,13 +11,14 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ramify.analysis.compare import changing_values
 from ramify.analysis.compare.changing_values import MAX_CONTEXT, SlotVerdict, judge_slot
 from ramify.analysis.compare.context_blocks import BlockOrder
 from ramify.analysis.compare.normal_forms import normalise
+from ramify.analysis.compare.rule_places import rule_at, rule_places
 from ramify.analysis.compare.text_diff import Hunk, find_hunks
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import SegmentKind, TextForm
@@ -62,6 +63,7 @@ class Templates:
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
         self._normal: dict[int, int] = {}
+        self._as_sent: dict[int, int] = {}  # the first unit of a normal form
         self._same_words: dict[int, int] = {}  # normal unit by hash of `_words_key`
         self._templates: list[Template] = []
         self._template_of: dict[int, int] = {}  # by normal unit
@@ -97,6 +99,7 @@ class Templates:
     def add_use(self, unit: int) -> None:
         """Learn a unit from a request that uses it."""
         normal = self.normal(unit)
+        self._as_sent.setdefault(normal, unit)
         num_uses = self._place(normal).num_uses
         num_uses[normal] = num_uses.get(normal, 0) + 1
 
@@ -192,7 +195,7 @@ class Templates:
             best = max(votes, key=lambda number: (votes[number], -number))
             template = self._templates[best]
             hunks = tuple(find_hunks(self._corpus.text(template.unit), text))
-            is_system = stored.kind is SegmentKind.SYSTEM or stored.label.startswith(_SYSTEM_ROLES)
+            is_system = _is_system(stored.kind, stored.label)
             if _shares_text(text, hunks) or (
                 is_system and _mask_numbers(text) == _mask_numbers(self._corpus.text(template.unit))
             ):
@@ -242,6 +245,22 @@ class Templates:
                     num_uses=num_uses,
                 )
             )
+        self._find_rules(template)
+
+    def _find_rules(self, template: Template) -> None:
+        """Name the rule of `--prompt-rules` that takes a slot's values out of a system prompt."""
+        stored, unit = self._corpus.units[template.unit], self._as_sent.get(template.unit)
+        if not _is_system(stored.kind, stored.label) or unit is None:
+            return
+        places = rule_places(self._corpus.text(unit), self._corpus.text(template.unit))
+        for slot in template.slots:
+            if slot.verdict is not None and slot.verdict.kind is not None:
+                rule = rule_at(places, slot.start, slot.end)
+                slot.verdict = replace(slot.verdict, rule=rule)
+
+
+def _is_system(kind: SegmentKind, label: str) -> bool:
+    return kind is SegmentKind.SYSTEM or label.startswith(_SYSTEM_ROLES)
 
 
 def _features(text: str) -> list[tuple[str, int]]:

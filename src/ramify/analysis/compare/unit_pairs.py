@@ -67,13 +67,25 @@ def pair_differences(
         had, got = Excerpt(body_a, start_a, end_a), Excerpt(body_b, start_b, end_b)
         differences.append(
             Difference(
-                verdict.cause, Certainty.PROVED, path, had, got, verdict.is_volatile, verdict.kind
+                verdict.cause,
+                Certainty.PROVED,
+                path,
+                had,
+                got,
+                verdict.is_volatile,
+                verdict.kind,
+                verdict.rule if _is_at_start(path) else "",
             )
         )
         tail = len(body_b) - end_b
     if respaced is not None:
         differences.append(whitespace_of(text_a, text_b, path, respaced.char_a, respaced.char_b))
     return PairDifferences(tuple(differences), tail_chars=tail)
+
+
+def _is_at_start(path: str) -> bool:
+    """Whether a segment stands before the messages, or is the first of them: what rules look at."""
+    return not path.startswith("messages[") or path.startswith("messages[0]")
 
 
 def _values(
