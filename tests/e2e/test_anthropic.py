@@ -229,7 +229,7 @@ def test_errors_are_the_clients_exceptions(server: Running, start: Start) -> Non
 
 
 def test_a_request_of_an_agent_is_streamed(start: Start, talker: str) -> None:
-    """By the beta client: tools of Anthropic's, an image, more tokens than the context has."""
+    """By the beta client: tools of Anthropic's, an earlier image, more tokens than the context has."""
     server = start("--served-model-name", "*", model=talker)
     client = server.anthropic()
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
@@ -245,7 +245,11 @@ def test_a_request_of_an_agent_is_streamed(start: Start, talker: str) -> None:
             {"type": "bash_20250124", "name": "bash"},
             {"type": "web_search_20250305", "name": "web_search"},
         ],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Who?"}, image]}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Who?"}, image]},
+            {"role": "assistant", "content": "Ann."},
+            {"role": "user", "content": "And where?"},
+        ],
     }
     with client.beta.messages.stream(**options) as stream:
         kinds = {event.type for event in stream}

@@ -150,8 +150,8 @@ def test_a_turn_without_room_in_its_conversation_is_refused() -> None:
         bench.service.conversations = ExpiringStore(max_tenant_bytes=200_000)
         async with bench.running():
             name = (await bench.post("/v1/conversations", {})).json["id"]
-            image = {"type": "input_image", "image_url": "x" * 40_000}
-            message = {"role": "user", "content": [image]}
+            file = {"type": "input_file", "file_data": "x" * 40_000}
+            message = {"role": "user", "content": [file]}
             body = {"input": [message], "max_output_tokens": 1, "conversation": name}
             num_kept = []
             while (answer := await bench.post(RESPONSES, body)).status == 200:

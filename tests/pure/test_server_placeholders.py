@@ -1,4 +1,4 @@
-"""Images, audio and files become placeholders in the prompt, in all three APIs alike."""
+"""Images and audio of the turn to be answered are refused; elsewhere, and files, become placeholders."""
 
 from typing import Any
 
@@ -13,35 +13,41 @@ IMAGE = "[image: not served by this model]"
 URL = "data:image/png;base64,AAAA"
 
 
-def chat_body(parts: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
+# What follows a turn that another model has answered.
+LATER = [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Its colour?"}]
 
 
-def responses_body(parts: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    return "/v1/responses", {"input": [{"role": "user", "content": parts}]}
+def chat_body(parts: list[dict[str, Any]], *later: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "user", "content": parts}, *later]
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 2}
 
 
-def messages_body(parts: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    messages = [{"role": "user", "content": parts}]
+def responses_body(parts: list[dict[str, Any]], *later: Any) -> tuple[str, dict[str, Any]]:
+    items = [{"role": "user", "content": parts}, *later]
+    return "/v1/responses", {"input": items, "max_output_tokens": 2}
+
+
+def messages_body(parts: list[dict[str, Any]], *later: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "user", "content": parts}, *later]
     return "/v1/messages", {"model": "tiny", "max_tokens": 2, "messages": messages}
 
 
 # A body with a part that is no text, and one with its placeholder as text.
 SAME_PROMPTS = [
     (
-        chat_body([{"type": "text", "text": "a"}, {"type": kind, kind: {"url": URL}}]),
-        chat_body([{"type": "text", "text": "a"}, {"type": "text", "text": placeholder}]),
+        chat_body([{"type": "text", "text": "a"}, {"type": kind, kind: {"url": URL}}], *later),
+        chat_body([{"type": "text", "text": "a"}, {"type": "text", "text": placeholder}], *later),
     )
-    for kind, placeholder in (
-        ("image_url", IMAGE),
-        ("input_audio", "[audio: not served by this model]"),
-        ("file", "[file: not served by this model]"),
+    for kind, placeholder, later in (
+        ("image_url", IMAGE, LATER),
+        ("input_audio", "[audio: not served by this model]", LATER),
+        ("file", "[file: not served by this model]", []),
     )
 ]
 SAME_PROMPTS += [
     (
-        responses_body([{"type": "input_image", "image_url": URL}]),
-        responses_body([{"type": "input_text", "text": IMAGE}]),
+        responses_body([{"type": "input_image", "image_url": URL}], *LATER),
+        responses_body([{"type": "input_text", "text": IMAGE}], *LATER),
     ),
     (
         responses_body([{"type": "input_file", "file_data": "AAAA"}]),
@@ -50,6 +56,16 @@ SAME_PROMPTS += [
 ]
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "reason"),
+    [
+        (None, "the model 'tiny' reads text only"),
+        (
+            "Gemma3ForConditionalGeneration",
+            "of Gemma3ForConditionalGeneration only the text decoder",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("body", "noun", "param"),
     [
@@ -65,23 +81,53 @@ SAME_PROMPTS += [
         ),
     ],
 )  # fmt: skip
-def test_a_model_whose_encoder_is_not_loaded_refuses_what_it_would_read(
-    body: Any, noun: str, param: str
+def test_an_image_or_a_sound_to_answer_is_refused(
+    body: Any, noun: str, param: str, wrapper: str | None, reason: str
 ) -> None:
-    """One error that names the content; text is answered, and a file is a placeholder as elsewhere."""
-    architecture = "Gemma3ForConditionalGeneration"
+    """One error that names content, model and way out; text is answered, and a file is a placeholder."""
 
     async def main() -> None:
-        async with ServerBench(wrapper=architecture).running() as bench:
+        async with ServerBench(wrapper=wrapper).running() as bench:
             refused = await bench.post(*body)
             text = await bench.post(*chat_body([{"type": "text", "text": "a"}]))
             file = await bench.post(*chat_body([{"type": "file", "file": {"url": URL}}]))
 
         error = refused.json["error"]
         assert refused.status == 400
-        assert f"{noun} content is not served: of {architecture} only the text" in error["message"]
+        assert f"{noun} content is not served: {reason}" in error["message"]
+        assert "say in words what it shows" in error["message"]
         assert param in str(error.get("param") or error["message"])
         assert (text.status, file.status) == (200, 200)
+
+    run(main())
+
+
+def test_the_turn_to_answer_is_what_no_answer_follows() -> None:
+    """An image before a prefill is refused, as one in the first of several messages; earlier ones are not."""
+    image = [{"type": "image_url", "image_url": {"url": URL}}]
+    question = {"role": "user", "content": "What is it?"}
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    # Codex puts the image that a tool loads into a message of the user.
+    loop = [
+        {"role": "user", "content": "Look!"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "loaded"},
+        {"role": "user", "content": image},
+    ]
+
+    async def main() -> None:
+        async with ServerBench(chat_template=TOOL_TEMPLATE).running() as bench:
+            path, several = chat_body(image, question)
+            assert (await bench.post(path, several)).status == 400
+            assert (await bench.post(*chat_body(image, LATER[0]))).status == 400
+            later = await bench.post(*chat_body(image, *LATER))
+            assert later.status == 200
+            assert later.json["usage"]["ramify_cache"]["placeholders"] == ["messages[0].content[0]"]
+            looped = await bench.post(path, several | {"messages": loop})
+            assert looped.status == 200, looped.body
+            assert looped.json["usage"]["ramify_cache"]["placeholders"] == [
+                "messages[3].content[0]"
+            ]
 
     run(main())
 

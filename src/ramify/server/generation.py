@@ -65,6 +65,7 @@ class CacheUsage:
     tiers: Mapping[str, int] = field(default_factory=dict)  # of `read`, by tier: host, disk
     named: NamedSpan | None = None  # the prefix that the request names
     rules: tuple[AppliedRule, ...] = ()  # of prompt hygiene, that have changed the prompt
+    placeholders: tuple[str, ...] = ()  # paths of content that the model did not get
 
     @property
     def cached(self) -> int:
@@ -85,6 +86,8 @@ class CacheUsage:
             payload["prefix"] = self.named.as_json(self.read)
         if self.rules:
             payload["rules"] = [rule.as_json() for rule in self.rules]
+        if self.placeholders:
+            payload["placeholders"] = [*self.placeholders]
         if self.pins_refused:
             payload["pins_refused"] = self.pins_refused
         if self.resumed:
@@ -227,6 +230,7 @@ class Generation:
             tiers=report.tier_tokens,
             named=self.request.prompt.named,
             rules=self.request.prompt.rules,
+            placeholders=self.request.prompt.placeholders,
         )
 
 
@@ -290,4 +294,5 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         tiers=dict(tiers),
         named=usages[0].named if len(usages) == 1 else None,
         rules=usages[0].rules if len(usages) == 1 else (),
+        placeholders=usages[0].placeholders if len(usages) == 1 else (),
     )

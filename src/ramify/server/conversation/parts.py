@@ -3,17 +3,21 @@
 A part knows the request field that it came from. Of each message, `Message.as_template` makes what
 chat templates take, and `Message.prompt_parts` what the renderer locates in the prompt.
 
-Media travel as `MediaPart`, among the lines of a text: `line_text` writes a placeholder in its place,
-and `media_warnings` warns the client, or refuses the request if the model might read it.
+Media travel as `MediaPart`, among the lines of a text: `line_text` writes a placeholder in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from typing import Any
 
-from ramify.server.prompts.content_placeholders import content_placeholder, placeholder_warnings
+from ramify.server.prompts.content_placeholders import (
+    MEDIA_NOUNS,
+    PLACEHOLDER_NOUNS,
+    content_placeholder,
+)
 from ramify.server.prompts.prompt_parts import (
     PromptPart,
     call_variants,
@@ -213,11 +217,21 @@ def media_of(messages: Iterable[Message]) -> Iterator[MediaPart]:
                     yield from (line for line in text.lines if isinstance(line, MediaPart))
 
 
-def media_warnings(messages: Iterable[Message], wrapper: str | None) -> list[str]:
-    """`placeholder_warnings` of the messages' media.
+def unanswered_media(messages: Sequence[Message]) -> MediaPart | None:
+    """The first image, audio or video that the answer would have to be about; None: there is none.
 
-    Raises:
-        ApiError: 400, there is content that the whole of `wrapper` might read.
+    That is of the user, in the turn after the last answer, and no result of a call is in that turn: a tool
+    whose result is an image may also put it in a message of the user.
     """
-    media = [(item.path, item.kind) for item in media_of(messages)]
-    return placeholder_warnings(media, wrapper=wrapper)
+    newest_first = dropwhile(
+        _is_answer, reversed(messages)
+    )  # what a prefill begins is no answer yet
+    turn = [*takewhile(lambda message: not _is_answer(message), newest_first)][::-1]
+    if any(isinstance(part, ResultPart) for message in turn for part in message.parts):
+        return None
+    media = media_of(message for message in turn if message.role == "user")
+    return next((item for item in media if PLACEHOLDER_NOUNS.get(item.kind) in MEDIA_NOUNS), None)
+
+
+def _is_answer(message: Message) -> bool:
+    return message.role == "assistant"

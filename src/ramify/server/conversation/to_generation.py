@@ -9,11 +9,12 @@ from functools import partial
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
 from ramify.server.conversation.moved_text import apply_rules
 from ramify.server.conversation.named_prefix import with_prefix, with_span
-from ramify.server.conversation.parts import media_warnings
+from ramify.server.conversation.parts import media_of, unanswered_media
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.grammars.constraint import OfferedTool
 from ramify.server.history.stored_requests import HistoryEntry, fingerprint
+from ramify.server.prompts.content_placeholders import media_refusal, placeholder_warnings
 from ramify.server.prompts.prompt_parts import tool_part
 from ramify.server.prompts.role_order import joined
 from ramify.server.service import RequestService
@@ -96,9 +97,14 @@ def rendered(
         ApiError, RequestError: it cannot be served.
     """
     conversation = apply_rules(with_prefix(conversation), service.prompt_rules)
-    warnings = media_warnings(conversation.messages, service.wrapper)
-    warnings += conversation.warnings
     messages = conversation.messages
+    if (unread := unanswered_media(messages)) is not None:
+        raise media_refusal(
+            unread.path, unread.kind, model=conversation.model, wrapper=service.wrapper
+        )
+    media = [*media_of(messages)]
+    warnings = placeholder_warnings((part.path, part.kind) for part in media)
+    warnings += conversation.warnings
     translated = [message.as_template() for message in messages]
     prompt_messages = [each for group in translated for each in group]
     if conversation.joins_roles:
@@ -130,7 +136,8 @@ def rendered(
     prompt = prompt.with_turns([(message.path, message.role) for message in messages])
     if conversation.max_prompt_tokens is not None:
         prompt = prompt.last_tokens(conversation.max_prompt_tokens)
-    prompt = replace(prompt, rules=conversation.applied)
+    placeholders = tuple(part.path for part in media)
+    prompt = replace(prompt, rules=conversation.applied, placeholders=placeholders)
     prompt = with_span(conversation, conversation.cache.with_breakpoints(prompt), warnings)
     entry = HistoryEntry(
         model=conversation.model,

@@ -1,8 +1,9 @@
-"""Placeholders in the prompt for content that a text model cannot read: images, audio, files.
+"""Content that a text model cannot read: images, audio, video, files.
 
-All APIs write the same placeholder, so that a conversation with an image in its history goes on. Models
-that read images, of which only the text decoder is loaded, refuse them instead: clients expect an answer
-about the image.
+An image of the turn that is to be answered is refused: an answer would be about what the model has not
+seen. Elsewhere the prompt has a placeholder, the same in all APIs: results of calls are images when a tool of
+an agent returns one, and a client sends them again in every later turn, as it does with the turns that
+another model has answered. An error there would end the conversation.
 """
 
 from __future__ import annotations
@@ -36,29 +37,33 @@ def content_placeholder(block_type: str) -> str | None:
     return None if noun is None else f"[{noun}: not served by this model]"
 
 
-def placeholder_warnings(
-    blocks: Iterable[tuple[str, str]], *, wrapper: str | None = None
-) -> list[str]:
+def media_refusal(path: str, block_type: str, *, model: str, wrapper: str | None) -> ApiError:
+    """The error for an image, audio or video that an answer would have to be about.
+
+    Args:
+        path: of the block in the request.
+        model: the name by which the request calls it.
+        wrapper: architecture of a model that reads images or audio, of which only the text decoder is
+            loaded; None: a text model.
+    """
+    reads = f"the model {model!r} reads text only"
+    if wrapper is not None:
+        reads = f"of {wrapper} only the text decoder is loaded"
+    noun = PLACEHOLDER_NOUNS[block_type]
+    message = f"{noun} content is not served: {reads}; say in words what it shows, or leave it out"
+    return ApiError(400, message, param=path)
+
+
+def placeholder_warnings(blocks: Iterable[tuple[str, str]]) -> list[str]:
     """Warnings for the client: one for each kind of content that became a placeholder.
 
     Args:
         blocks: path and `type` of blocks; types without a placeholder are skipped.
-        wrapper: architecture of a model that reads images or audio, of which only the text decoder is
-            loaded; None: a text model.
-
-    Raises:
-        ApiError: 400, there is content that the whole of `wrapper` might read.
     """
     first_paths: dict[str, str] = {}
     counts: dict[str, int] = {}
     for path, block_type in blocks:
         noun = PLACEHOLDER_NOUNS.get(block_type)
-        if noun in MEDIA_NOUNS and wrapper is not None:
-            raise ApiError(
-                400,
-                f"{noun} content is not served: of {wrapper} only the text decoder is loaded; send text",
-                param=path,
-            )
         if noun is not None:
             first_paths.setdefault(noun, path)
             counts[noun] = counts.get(noun, 0) + 1

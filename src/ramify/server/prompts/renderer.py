@@ -116,6 +116,9 @@ class RenderedPrompt:
     tools_behind_system: ToolsBehindSystem | None = None
     named: NamedSpan | None = None
     rules: tuple[AppliedRule, ...] = ()  # that have taken text out of the system prompt
+    placeholders: tuple[
+        str, ...
+    ] = ()  # paths of images, audio and files that the model cannot read
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
