@@ -163,20 +163,35 @@ def test_a_result_is_one_line_for_every_reader(form: LineForm) -> None:
     assert form.result_of(data) == ("a", "succeeded")
 
 
-def run_with(tmp_path: Path, call: Callable[[bytes], LineAnswer], count: int = 1) -> BatchRecord:
-    """The end of a batch whose endpoint answers by `call`."""
+def run_with(
+    tmp_path: Path,
+    call: Callable[[bytes], LineAnswer],
+    count: int = 1,
+    *,
+    output: bytes = b"",
+    **fields: Any,
+) -> BatchRecord:
+    """The end of a batch with these fields whose endpoint answers by `call`.
 
-    async def answer(path: str, body: bytes, caller: Caller) -> LineAnswer:
-        assert path == CHAT and caller.is_background
+    Args:
+        count: lines of the input; 0: it is not there.
+        output: what an earlier process has left of results.
+    """
+
+    async def answer(path: str, body: bytes, caller: Caller, batch: str) -> LineAnswer:
+        assert path == CHAT and caller.is_background and batch == record().id
         return call(body)
 
     async def main() -> BatchRecord:
         directory = BatchDirectory(tmp_path / "batches")
         store = BatchStore(directory, max_bytes=1 << 20, max_tenant_bytes=1 << 20)
-        batch = record()
+        batch = record(**fields)
         await store.add_batch(batch)
         lines = [line(str(number), chat_body("x")) for number in range(count)]
-        directory.file("ann", batch.input_id).write_bytes(jsonl(lines))
+        if lines:
+            directory.file("ann", batch.input_id).write_bytes(jsonl(lines))
+        if output:
+            directory.file("ann", batch.output_id).write_bytes(output)
         context = RunContext(
             store,
             LineSlots(LiveRequests(), lambda: 4, lambda: True),
@@ -220,6 +235,31 @@ def test_what_is_sent_again(tmp_path: Path, answers: list[LineAnswer], num_error
     assert ended.status == "completed"
     assert (ended.counts.errored, ended.counts.succeeded) == (num_errors, 1 - num_errors)
     assert next(left, None) is None
+
+
+def test_a_batch_without_its_input_keeps_its_results(tmp_path: Path) -> None:
+    """After a restart: it fails; a result that was cut off is removed, and the file counts no byte of it."""
+    whole = FORM.answered("0", GOOD).data
+
+    ended = run_with(tmp_path, lambda _: GOOD, 0, output=whole + whole[:9], status="in_progress")
+
+    assert ended.status == "failed"
+    assert ended.errors[0].code == "input_file_missing"
+    assert (ended.has_output, ended.has_errors) == (True, False)
+    [path] = tmp_path.glob(f"batches/*/{NAMES[0]}")
+    assert path.read_bytes() == whole
+
+
+def test_the_first_line_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As an editor writes it; its line is read without it, and the others as they are."""
+    path = tmp_path / "input"
+    lines = [line(str(number), chat_body("x")) for number in range(2)]
+    path.write_bytes(b"\xef\xbb\xbf" + jsonl(lines))
+
+    plan = BatchPlan.read_file(path, FORM, lambda _: None)
+
+    assert not plan.errors
+    assert [json.loads(plan.read_line(number)) for number in range(2)] == lines
 
 
 def test_results_of_an_unfinished_batch_are_in_use(tmp_path: Path) -> None:

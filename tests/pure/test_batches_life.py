@@ -249,8 +249,8 @@ def test_lines_are_no_more_at_once_than_the_quota_allows(
     statuses: list[int] = []
     answer_line = Server.answer_line
 
-    async def noted(server: Server, path: str, body: bytes, caller: Caller) -> LineAnswer:
-        answer = await answer_line(server, path, body, caller)
+    async def noted(server: Server, *arguments: Any) -> LineAnswer:
+        answer = await answer_line(server, *arguments)
         statuses.append(answer.status)
         return answer
 
@@ -272,6 +272,23 @@ def test_a_file_that_a_batch_reads_is_not_deleted(tmp_path: Path) -> None:
         server.gate.open()
         end_of(client, batch)
         assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_a_batch_whose_input_is_removed_by_hand_fails(tmp_path: Path) -> None:
+    """At once, while it runs; what was answered can be read, and the error says what to do."""
+    with live(batch_dir=tmp_path, max_num_seqs=4) as server, client_of(server) as client:
+        batch = answer_some(server, client, city_lines(20))
+        [path] = tmp_path.glob(f"*/{batch.input_file_id}")
+        path.unlink()
+        server.gate.open()
+        ended = end_of(client, batch)
+
+        assert ended.status == "failed"
+        assert ended.errors.data[0].code == "input_file_missing"
+        assert batch.input_file_id in ended.errors.data[0].message
+        good = results(client, ended.output_file_id)
+        assert 0 < len(good) == ended.request_counts.completed < 20
+        server.until_idle()
 
 
 def test_uploads_beyond_the_room_leave_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -15,6 +16,7 @@ from ramify.server.telemetry.options import OtlpOptions
 from ramify.server.tenants import ApiKeys
 from tests.otlp_receiver import Collector, attributes, collector, need_opentelemetry
 from tests.pure.live_server import LIMIT_S, Live, events, live, until
+from tests.pure.test_batches import begin, chat_body, client_of, end_of, line
 
 need_opentelemetry()
 
@@ -104,6 +106,23 @@ def test_a_trace_follows_the_client_and_says_where_tokens_came_from(
     assert of_server["service.name"] == "chats"
     assert of_server["deployment.environment.name"] == "test"
     assert of_server["service.version"]
+
+
+def test_a_line_of_a_batch_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    """With the id of its batch, and the phases in the engine."""
+    with (
+        collector() as target,
+        live(otlp=otlp(target), batch_dir=tmp_path) as running,
+        client_of(running) as client,
+    ):
+        batch = begin(client, [line("a", chat_body("Rome")), line("b", chat_body("Oslo"))])
+        assert end_of(client, batch).status == "completed"
+        stop(running)
+        spans = [span for span in roots(target.spans) if span.name.startswith("chat")]
+
+    assert [attributes(span)["ramify.batch"] for span in spans] == [batch.id] * 2
+    assert len({span.trace_id for span in spans}) == 2
+    assert len(target.spans) == 2 * SPANS
 
 
 def test_metrics_are_those_of_the_registry() -> None:

@@ -212,6 +212,18 @@ class Server:
     ) -> None:
         """A response has been sent, or its client has gone: count it, and send its trace."""
         self.metrics.count_response(route, status)
+        self._send_trace(context, route, status, start_ns, is_stream=is_stream)
+
+    def _send_trace(
+        self,
+        context: RequestContext,
+        route: str,
+        status: int,
+        start_ns: int,
+        *,
+        is_stream: bool = False,
+        batch: str = "",
+    ) -> None:
         if self.telemetry is not None:
             ended = EndedRequest(
                 route,
@@ -221,6 +233,7 @@ class Server:
                 start_ns,
                 time.time_ns(),
                 tuple(context.generations),
+                batch,
             )
             self.telemetry.end_request(ended, context.request.headers)
 
@@ -271,9 +284,13 @@ class Server:
             caller = self.anonymous if tenant == self.anonymous.tenant else None
         return None if caller is None else replace(caller, is_background=True)
 
-    async def answer_line(self, path: str, body: bytes, caller: Caller) -> LineAnswer:
-        """The answer to a line of a batch: what the endpoint at `path` answers to this body."""
-        endpoint = _POSTS[path]
+    async def answer_line(self, path: str, body: bytes, caller: Caller, batch: str) -> LineAnswer:
+        """The answer to a line of a batch: what the endpoint at `path` answers to this body.
+
+        Args:
+            batch: its id, for the trace.
+        """
+        endpoint, start_ns = _POSTS[path], time.time_ns()
         request = internal_request(path, body)
         dialect = endpoint.dialect_of(request)
         headers = _id_headers(request, dialect)
@@ -285,6 +302,7 @@ class Server:
             response = _rejection(error, endpoint, headers, dialect)
         finally:
             await context.close()
+        self._send_trace(context, path, response.status_code, start_ns, batch=batch)
         outputs = [generation.output for generation in context.generations]
         retry_after = response.headers.get("retry-after")
         return LineAnswer(

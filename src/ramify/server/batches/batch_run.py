@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from ramify.server.batches.directory import RECORD_BYTES
-from ramify.server.batches.journal import DiskFullError, ResultJournal
+from ramify.server.batches.journal import DiskFullError, ResultJournal, cut_to_whole_lines
 from ramify.server.batches.lines import LineAnswer, LineForm, LineRequest, Unanswered, is_streamed
-from ramify.server.batches.plan import BatchPlan
+from ramify.server.batches.plan import BatchPlan, InputLostError
 from ramify.server.batches.records import (
     BatchRecord,
     LineCounts,
@@ -39,14 +39,15 @@ ROOM_BYTES = 1 << 14  # with which it goes on
 MAX_REFUSED = 8  # lines that wait to be sent again, before others have to wait as well
 NUM_TOGETHER = 1000  # results of lines that were never run, in one write
 
-Call = Callable[[str, bytes, Caller], Awaitable[LineAnswer]]
+Call = Callable[[str, bytes, Caller, str], Awaitable[LineAnswer]]
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """What the runs of all batches share.
 
-    `call` answers a request to an endpoint as the server answers the same body over HTTP. `caller_of`
+    `call` answers a request to an endpoint as the server answers the same body over HTTP; the last of its
+    arguments is the id of the batch. `caller_of`
     returns None for a tenant that has no key any more. `plan_lock` lets one input file be read at a time.
     """
 
@@ -97,20 +98,18 @@ class BatchRun:
         if self.batch.status == "cancelling":
             self._is_cancelled.set()
 
-    async def fail(self, error: LineError) -> None:
-        """End a batch that can never go on."""
-        await self._reach("failed", errors=(error,))
-
     async def run(self) -> None:
         """Validate, answer, write results; ends when the batch has ended.
 
         Raises:
             OSError: the disk failed; to be run again.
         """
-        if self.batch.status == "validating" and not await self._validate():
-            return
-        unanswered = await self._answer_until_end()
-        await self._finish(unanswered)
+        try:
+            if self.batch.status != "validating" or await self._validate():
+                unanswered = await self._answer_until_end()
+                await self._finish(unanswered)
+        except* InputLostError:
+            await self._fail_without_input()
 
     async def _plan(self) -> BatchPlan:
         """The lines of the input; read again unless this batch is the one that runs."""
@@ -246,7 +245,7 @@ class BatchRun:
             return self._refusal(ApiError(400, "a line of a batch has no stream", param="stream"))
         num_failures, wait_s = 0, 1.0
         while True:
-            answer = await self._context.call(endpoint, request.body, caller)
+            answer = await self._context.call(endpoint, request.body, caller, self.batch.id)
             if not answer.is_aborted:
                 num_failures += answer.status == 500  # else it would be sent for ever
                 is_overload = answer.status in (429, 499) or answer.status > 500
@@ -276,10 +275,25 @@ class BatchRun:
             await self._mark_unanswered(plan, journal, unanswered)
         finally:
             await journal.close()
-        await self._publish(journal)
-        has_output, has_errors = (num_bytes > 0 for num_bytes in journal.num_bytes)
         status: Status = "cancelled" if self._is_cancelled.is_set() else unanswered or "completed"
-        await self._reach(status, has_output=has_output, has_errors=has_errors)
+        await self._reach(status, **await self._publish(journal.num_bytes))
+
+    async def _fail_without_input(self) -> None:
+        """End a batch that can never go on; the results that it has stay."""
+        batch, store = self.batch, self._store
+        logger.error("batch %s has lost its input %s; it ends", batch.id, batch.input_id)
+        num_bytes = []
+        for name in (batch.output_id, batch.error_id):
+            path = store.directory.file(batch.tenant, name)
+            size, num_removed = await asyncio.to_thread(cut_to_whole_lines, path)
+            store.space.count(batch.tenant, -num_removed)
+            num_bytes.append(size)
+        error = LineError(
+            "input_file_missing",
+            f"The input file {batch.input_id} is not on the server's disk any more. Lines that were "
+            "answered before have results; make a new batch of the others.",
+        )
+        await self._reach("failed", errors=(error,), **await self._publish(num_bytes))
 
     async def _mark_unanswered(
         self, plan: BatchPlan, journal: ResultJournal, unanswered: Unanswered | None
@@ -292,13 +306,18 @@ class BatchRun:
             await journal.append(results, within_limits=False)
             self._context.results[unanswered] += len(results)
 
-    async def _publish(self, journal: ResultJournal) -> None:
-        """Make files of the results, for an API that has files; remove those that are empty."""
+    async def _publish(self, sizes: Sequence[int]) -> dict[str, bool]:
+        """Make files of the results, for an API that has files; remove those that are empty.
+
+        Args:
+            sizes: bytes of the answers and of the errors.
+
+        Returns:
+            which of them there are, as fields of the batch.
+        """
         batch, store = self.batch, self._store
         names = (batch.output_id, batch.error_id)
-        for name, kind, num_bytes in zip(
-            names, ("output", "error"), journal.num_bytes, strict=True
-        ):
+        for name, kind, num_bytes in zip(names, ("output", "error"), sizes, strict=True):
             if not num_bytes:
                 await asyncio.to_thread(store.directory.remove, batch.tenant, name)
             elif batch.api == "openai" and store.find_file(batch.tenant, name) is None:
@@ -314,6 +333,7 @@ class BatchRun:
                 )
                 await store.add_file(record)
                 store.space.count(batch.tenant, RECORD_BYTES)
+        return {"has_output": sizes[0] > 0, "has_errors": sizes[1] > 0}
 
     async def _reach(self, status: Status, **fields: Any) -> None:
         """Change the state and other fields, on disk first. What is cancelled goes on to its end only."""

@@ -158,6 +158,25 @@ class ResultJournal:
                     os.close(handle)
 
 
+def cut_to_whole_lines(path: Path) -> tuple[int, int]:
+    """Remove a line that was cut off from a file of results; returns the bytes that stay, and its own.
+
+    A file that is not there has none.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError:
+        return 0, 0
+    with file:
+        end = sum(len(line) for line in file if line.endswith(b"\n"))
+        num_removed = file.seek(0, os.SEEK_END) - end
+        file.truncate(end)
+    return end, num_removed
+
+
 def _forget_error(writing: asyncio.Future[None]) -> None:
     """Nobody waits for a result any more: its line has none if it could not be written."""
     if not writing.cancelled():

@@ -7,17 +7,24 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
+from ramify.errors import RamifyError
 from ramify.server.batches.lines import LineFaultError, LineForm, model_of
 from ramify.server.batches.prefix_order import num_answers, prefix_key
 from ramify.server.batches.records import LineError
 from ramify.server.errors import ApiError
+from ramify.server.http.request_body import without_mark
 from ramify.server.http.wire import MAX_BODY_BYTES
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # that a failed batch lists
 MAX_LINE_BYTES = MAX_BODY_BYTES
 MAX_ROWS = 0xFFFF
+
+
+class InputLostError(RamifyError):
+    """The input file of a batch has been removed from the directory by hand."""
 
 
 @dataclass(slots=True)
@@ -60,13 +67,16 @@ class BatchPlan:
             tools_first: see `prefix_key`.
 
         Raises:
-            OSError: the file cannot be read.
+            InputLostError: the file is gone.
+            OSError: it cannot be read.
         """
         plan, keys = cls(path, form), list[bytes]()
-        with path.open("rb") as file:
+        with plan._open() as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if number == 1:
+                    line = bytes(without_mark(line))
                 if not line.strip():
                     continue
                 try:
@@ -134,10 +144,14 @@ class BatchPlan:
         """The bytes of a line.
 
         Raises:
-            OSError: the file cannot be read.
+            InputLostError: the file is gone.
+            OSError: it cannot be read.
         """
-        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        with self._open() as file:
+            return os.pread(file.fileno(), self.lens[number], self.offsets[number])
+
+    def _open(self) -> BinaryIO:
         try:
-            return os.pread(handle, self.lens[number], self.offsets[number])
-        finally:
-            os.close(handle)
+            return self.path.open("rb")
+        except FileNotFoundError:
+            raise InputLostError(f"{self.path} is gone") from None

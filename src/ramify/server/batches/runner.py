@@ -12,7 +12,7 @@ from ramify.server.batches.anthropic_lines import AnthropicLines
 from ramify.server.batches.batch_run import BatchRun, Call, RunContext
 from ramify.server.batches.journal import DiskFullError
 from ramify.server.batches.lines import LineForm, OpenAiLines
-from ramify.server.batches.records import BatchRecord, LineError, Result
+from ramify.server.batches.records import BatchRecord, Result
 from ramify.server.batches.slots import LineSlots
 from ramify.server.batches.store import BatchStore
 from ramify.server.tenants import Caller
@@ -101,14 +101,9 @@ class BatchRunner:
         return len(self._runs)
 
     async def _run(self, run: BatchRun) -> None:
-        while True:
+        while run.batch.is_unfinished:
             try:
                 await run.run()
-                break
-            except FileNotFoundError:
-                logger.error("batch %s has lost its input", run.batch.id)
-                message = "The input of this batch is not there any more."
-                await run.fail(LineError("input_file_missing", message))
                 break
             except DiskFullError as error:
                 logger.error("batch %s cannot end: %s", run.batch.id, error)

@@ -52,12 +52,13 @@ class SpanRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """An HTTP request whose response has been sent, or whose client has gone.
+    """A request whose response has been sent, or whose client has gone; or a line of a batch.
 
     Args:
         route: path of the endpoint.
         status: of the response; 499: its client has gone.
         generations: what it ran in the engine; none if it was refused before.
+        batch: id of the batch whose line it is; empty: it came over HTTP.
     """
 
     route: str
@@ -67,6 +68,7 @@ class EndedRequest:
     start_ns: int
     end_ns: int
     generations: Sequence[Generation] = ()
+    batch: str = ""
 
 
 def request_span(
@@ -90,6 +92,8 @@ def request_span(
     }
     if request.tenant:
         attributes["ramify.tenant"] = request.tenant
+    if request.batch:
+        attributes["ramify.batch"] = request.batch
     error = next((e for e in map(_failure, generations) if e is not None), None)
     if request.status >= 400:
         attributes["error.type"] = str(request.status)
