@@ -148,7 +148,7 @@ def test_results_of_calls_arrive() -> None:
         calls.PinPrefix([*range(3, 20)], "me", 5.0, "", "", 0),
         calls.ListPins(),
         calls.ReadTree(5),
-        calls.UnpinPrefix("me", [*range(3, 20)]),
+        calls.UnpinPrefix("me", [*range(3, 20)], "ann", "s"),
         calls.EndPins("me"),
         calls.EvictAnswers([*range(3, 20)], [[1]], 0),
         calls.ClearCache(),

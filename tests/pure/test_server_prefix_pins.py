@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ramify.engine.cache_admin.async_view import AsyncCacheView
-from ramify.engine.cache_admin.warmup import WarmupResult
+from ramify.engine.cache_admin.warmup import WarmPrompt, WarmupResult
 from ramify.server.http.request_body import convert_value
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.protocol import ChatRequest
@@ -60,6 +60,46 @@ def test_a_replacement_with_the_same_whole_pages_stays_pinned() -> None:
 
     assert before.json["tokens"] != after.json["tokens"]
     assert after.json["pinned_tokens"] == after.json["tokens"] // 16 * 16
+
+
+def test_pins_of_the_same_tokens_with_a_salt_are_none_of_the_name() -> None:
+    """They are the tenant's own: neither making nor deleting the name ends them, and they pin none of it."""
+    bench = ServerBench()
+
+    async def main() -> None:
+        async with bench.running():
+            cache = bench.llm.cache
+            made = await define(bench, system=SYSTEM)
+            [named] = await cache.pins()
+            ids = named.key.tokens().tolist()
+            await cache.warm([WarmPrompt(ids, salt="s")])
+            salted = await cache.pin(ids, owner="", salt="s")
+            await define(bench, system=SYSTEM, replace=True)
+            assert [pin.id for pin in await cache.pins() if pin.key == salted.key] == [salted.id]
+            assert await cache.unpin_prefix(ids, owner="") == 1
+            listed = await bench.call("GET", f"{PATH}/desk")
+            assert (made.json["pinned_tokens"], listed.json["pinned_tokens"]) == (len(ids), 0)
+            assert (await bench.call("DELETE", f"{PATH}/desk")).status == 200
+            assert await cache.pins() == [salted]
+            assert await cache.unpin_prefix(ids, owner="", salt="s") == 1
+
+    run(main())
+
+
+def test_a_pin_is_found_after_a_part_of_it_has_become_public() -> None:
+    """Under the key with which it was made: new requests have another."""
+    bench = ServerBench()
+
+    async def main() -> None:
+        async with bench.running():
+            cache, ids = bench.llm.cache, [*range(3, 99)]
+            await cache.warm([WarmPrompt(ids, tenant="ann")])
+            await cache.pin(ids, owner="ann", tenant="ann")
+            await cache.share([WarmPrompt(ids[:32])])
+            assert await cache.unpin_prefix(ids, owner="ann") == 0
+            assert await cache.unpin_prefix(ids, owner="ann", tenant="ann") == 1
+
+    run(main())
 
 
 def test_a_prefix_that_one_engine_could_not_compute_is_pinned_at_none(

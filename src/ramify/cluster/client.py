@@ -324,7 +324,7 @@ class ClusterLLM:
     async def run(self, call: Any) -> Any:
         """Run a call of `cache_admin.calls` on every replica; see `AdminCalls.run`."""
         if isinstance(call, calls.UnpinPrefix):  # whether or not a replica is there to run it
-            self._warm_up.forget_pinned(call.owner, call.token_ids)
+            self._warm_up.forget_pinned(call.owner, call.token_ids, call.salt)
         result = await self._admin_calls.run(call)
         if isinstance(call, calls.PinPublicPrefixes) and self._hashes is not None:
             for ids in call.prefixes:

@@ -51,11 +51,12 @@ class WarmUp:
         arrays = [array("i", ids) for ids in prefixes]
         self._public += [ids for ids in arrays if ids not in self._public]
 
-    def forget_pinned(self, owner: str, token_ids: Sequence[int]) -> None:
+    def forget_pinned(self, owner: str, token_ids: Sequence[int], salt: str = "") -> None:
         """Neither compute nor pin a prefix at replicas that join later; its pins have ended.
 
         Args:
             owner: tenant of a prompt with `retention`, or `PUBLIC`.
+            salt: of that prompt.
         """
         is_public, ids = owner == PUBLIC, [*token_ids]
         if is_public:
@@ -64,6 +65,7 @@ class WarmUp:
         def is_forgotten(prompt: WarmPrompt) -> bool:
             # Sharing a prefix has computed it as a prompt of no tenant.
             owned = not prompt.tenant if is_public else prompt.tenant == owner
+            owned = owned and prompt.salt == salt
             return owned and bool(prompt.retention) is not is_public and [*prompt.prompt] == ids
 
         remaining = [prompt for prompt in self._prompts if not is_forgotten(prompt)]

@@ -58,16 +58,19 @@ class PrefixNamespaces:
 
     def keys_under(self, ids: array[int], tenant: str, salt: str) -> list[CacheKey]:
         """Every key under which a prompt that begins with `ids` may be cached for a tenant."""
-        keys = [CacheKey(ids, self.base)]
-        if tenant or salt:
-            owner = namespace_of(tenant=tenant, salt=salt)
-            keys += [
-                CacheKey(ids, self.base, salts=[Salt(len(prefix), owner)])
-                for prefix in self._public
-                if len(prefix) < len(ids) and ids[: len(prefix)] == prefix
-            ]
-            keys.append(CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt)))
-        return keys
+        return [*dict.fromkeys((CacheKey(ids, self.base), *self.keys_of(ids, tenant, salt)))]
+
+    def keys_of(self, ids: array[int], tenant: str, salt: str) -> list[CacheKey]:
+        """Every key that `key` may have returned for a prompt, whatever was public at that time."""
+        if not tenant and not salt:
+            return [CacheKey(ids, self.base)]
+        owner = namespace_of(tenant=tenant, salt=salt)
+        keys = [
+            CacheKey(ids, self.base, salts=[Salt(len(prefix), owner)] if prefix != ids else [])
+            for prefix in self._public
+            if ids[: len(prefix)] == prefix
+        ]
+        return [*keys, CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt))]
 
     def is_stale(self, node: NodeInfo | Branch) -> bool:
         """Whether no request can hit the node any more, since it belongs to other weights."""

@@ -369,7 +369,7 @@ class RequestService:
             for prefix in self.prefixes.of(tenant)
         )
         if not has_name and pages:
-            await self.engine.cache.unpin_prefix(pages, owner=tenant)
+            await self.engine.cache.unpin_prefix(pages, owner=tenant, tenant=tenant)
 
     def _whole_pages(self, ids: array[int]) -> list[int]:
         return ids[: len(ids) // self.page_size * self.page_size].tolist()

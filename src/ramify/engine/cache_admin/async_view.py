@@ -114,9 +114,11 @@ class AsyncCacheView:
         """See `CacheView.unpin`."""
         await self._engine.run(Unpin(pin.id if isinstance(pin, Pin) else pin))
 
-    async def unpin_prefix(self, prefix: Prefix, *, owner: str) -> int:
+    async def unpin_prefix(
+        self, prefix: Prefix, *, owner: str, tenant: str = "", salt: str = ""
+    ) -> int:
         """See `CacheView.unpin_prefix`."""
-        return await self._engine.run(UnpinPrefix(owner, await self._ids(prefix)))
+        return await self._engine.run(UnpinPrefix(owner, await self._ids(prefix), tenant, salt))
 
     async def pins(self, owner: str | None = None) -> list[Pin]:
         """See `CacheView.pins`."""

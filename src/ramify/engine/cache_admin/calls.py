@@ -167,9 +167,13 @@ class UnpinPrefix(Struct, frozen=True, tag=True):
 
     owner: str
     token_ids: Sequence[int]
+    tenant: str = ""
+    salt: str = ""
 
     def __call__(self, core: EngineCore) -> int:
-        return _view(core).unpin_prefix(self.token_ids, owner=self.owner)
+        return _view(core).unpin_prefix(
+            self.token_ids, owner=self.owner, tenant=self.tenant, salt=self.salt
+        )
 
 
 class ListPins(Struct, frozen=True, tag=True):

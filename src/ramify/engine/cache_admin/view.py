@@ -193,12 +193,16 @@ class CacheView:
         self.core.unpin(pin)
 
     @whole_call
-    def unpin_prefix(self, prefix: Prefix, *, owner: str) -> int:
-        """End the owner's pins of exactly this prefix, as whole pages; returns how many."""
+    def unpin_prefix(self, prefix: Prefix, *, owner: str, tenant: str = "", salt: str = "") -> int:
+        """End the owner's pins that `pin` has made of exactly this prefix, as whole pages; returns how many.
+
+        Pins of the same tokens for another tenant or salt stay.
+        """
         ids = prefix_token_ids(prefix, self._tokenizer, add_generation_prompt=False)
         tokens = validate_token_ids(ids, self._engine.vocab_size)
         whole = tokens[: len(tokens) // self.core.page_size * self.core.page_size]
-        return self._end([pin for pin in self.core.pins(owner) if pin.key.tokens() == whole])
+        keys = self._engine.namespaces.keys_of(whole, tenant, salt)
+        return self._end([pin for pin in self.core.pins(owner) if pin.key in keys])
 
     @whole_call
     def pins(self, owner: str | None = None) -> list[Pin]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt, WarmupResult
+from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.errors import ConfigError, PinError, RamifyError
 from ramify.server.conversation.conversation import NamedPrefix
 from ramify.server.errors import ApiError
@@ -60,7 +61,7 @@ async def compute(prefix: NamedPrefix, service: RequestService, caller: Caller) 
 async def _warm(prefix: NamedPrefix, service: RequestService, caller: Caller) -> WarmupResult:
     ids, tenant, cache = _whole_pages(prefix, service), caller.tenant, service.engine.cache
     # A pin that a request has made there may end sooner.
-    await cache.unpin_prefix(ids, owner=tenant)
+    await cache.unpin_prefix(ids, owner=tenant, tenant=tenant)
     retention = ((len(ids), prefix.ttl_s),)
     prompt = WarmPrompt(
         ids, tenant=tenant, retention=retention, pin_share=service.pin_share(caller)
@@ -105,7 +106,10 @@ async def pinned_tokens(
     """Tokens of each prefix that are pinned now, at the engine where most are."""
     owners = {PUBLIC if prefix.is_public else tenant for prefix in prefixes}
     pins = {owner: await service.engine.cache.pins(owner) for owner in owners}
-    keys = {owner: [pin.key.tokens() for pin in own] for owner, own in pins.items()}
+    keys = {
+        owner: [pin.key.tokens() for pin in own if not owner_of_namespace(pin.key.namespace)[1]]
+        for owner, own in pins.items()
+    }
 
     def longest(prefix: NamedPrefix) -> int:
         own = keys[PUBLIC if prefix.is_public else tenant]
