@@ -1,7 +1,8 @@
-"""KeyboardInterrupt at any call of planner and cache: one call makes everything consistent again."""
+"""KeyboardInterrupt at any call of planner, cache and tiers: one call makes everything consistent again."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,8 +13,15 @@ import ramify
 from ramify.attention.repair import repair_planner
 from ramify.cache import PrefixCache
 from ramify.cache.maintenance import repair
+from ramify.engine.tier_copies import CopiesOut
+from ramify.engine.tier_parts import STAGING_BYTES, StagingArea, TierCounts, TierParts
+from ramify.kv.mover_jobs import Written
+from ramify.kv.mover_lanes import MoverLanes
+from ramify.step_cost import CostModel
+from ramify.testing import FakeExecutor
 from tests.pure.test_planner_rollback import MixedBatch
 from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
+from tests.pure.tier_bench import memory_tier
 
 ROOT = str(Path(ramify.__file__).parent)
 # Of the points that are tried: of calls of our functions; of built-in calls and of returns.
@@ -213,3 +221,62 @@ def test_a_repair_of_a_whole_cache_changes_nothing_that_is_cached() -> None:
 
     assert (cache.stats().cached_pages, cache.pins()) == (num_cached, pins)
     assert cache.stats().private_pages == 0
+
+
+# -- copies to the tiers ---------------------------------------------------------------------
+
+
+@dataclass
+class Copies:
+    """Evicted pages that a disk and a store beyond a network lack, with the threads of both."""
+
+    out: CopiesOut
+    area: StagingArea
+    mover: MoverLanes
+    counts: TierCounts
+
+    @classmethod
+    def of_evicted_pages(cls) -> "Copies":
+        device, cache = FakeExecutor(16, 2), PrefixCache(16, 2)
+        stores = [memory_tier(name, 64, device.page_bytes) for name in ("disk", "remote")]
+        mover, counts = MoverLanes(stores, ["remote"]), TierCounts()
+        parts = TierParts(
+            device=device,
+            stores=tuple(stores),
+            mover=mover,
+            step_model=CostModel(step_s=0.0, token_s=1.0, read_s=0.0),
+            distant="remote",
+        )
+        area = StagingArea(device.page_bytes, STAGING_BYTES)
+        copies = cls(CopiesOut(cache, counts), area, mover, counts)
+        copies.out.begin(parts, area)
+        serve(cache, "abcdefgh")
+        serve(cache, "mnopqr")
+        with copies.out.queue.demoting():
+            cache.evict(5)
+        return copies
+
+    def settle(self) -> None:
+        """Take the results of all writes; fails if a buffer stays in use."""
+        self.out.take_lazy(0)  # what an idle engine does as well
+        while self.area.ledger.num_in_use:
+            assert self.mover.wait(5.0), "a buffer is lost"
+            for result in self.mover.take_results():
+                assert isinstance(result, Written)
+                self.out.ended(result)
+        self.area.ledger.check([])
+        assert self.mover.close(5.0)
+
+
+def test_no_staging_buffer_is_lost_to_an_interrupt() -> None:
+    """Wherever the hand-over to the writers stops; a copy that was made is written all the same."""
+    num_written = []
+    for copies in each_point(Copies.of_evicted_pages, lambda copies: copies.out.take_evicted()):
+        copies.settle()
+
+        num_written.append(sum(copies.counts.written.values()))
+        assert num_written[-1] <= copies.counts.queued
+
+    assert len(num_written) > 20
+    assert min(num_written) == 0
+    assert max(num_written) == 10

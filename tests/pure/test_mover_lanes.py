@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -29,7 +30,7 @@ class Setup:
         self.faults.wait, self.faults.call_s = wait, 1.0
 
     def write(self, number: int, tier: str) -> None:
-        self.mover.write(PageWrite(key(number), number, page(number), frozenset([tier])))
+        self.mover.write(deque([PageWrite(key(number), number, page(number), frozenset([tier]))]))
 
     def look_up(self, *numbers: int) -> PageLookUp:
         hashes = tuple(key(number).hash for number in numbers)
@@ -94,7 +95,7 @@ def test_a_removal_ends_when_every_lane_has_carried_it_out(setup: Setup) -> None
     setup.results(2)
     setup.make_slow()
     removal = Removal((key(1).hash,))
-    setup.mover.write(removal)
+    setup.mover.remove(removal)
     setup.write(2, "disk")
 
     # The disk's lane is past the removal, the other one is not.
@@ -111,7 +112,7 @@ def test_a_removal_ends_when_every_lane_has_carried_it_out(setup: Setup) -> None
 def test_a_removal_names_the_store_that_may_still_have_the_pages(setup: Setup) -> None:
     """One lane fails, the other one does not."""
     setup.faults.unavailable = "gone"
-    setup.mover.write(Removal(None))
+    setup.mover.remove(Removal(None))
 
     [removed] = setup.results(1)
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -28,7 +29,7 @@ class Setup:
 
     def write(self, number: int) -> PageWrite:
         job = PageWrite(key(number), number, page(number), frozenset(["host"]))
-        self.mover.write(job)
+        self.mover.write(deque([job]))
         return job
 
     def read(self, *numbers: int) -> PageRead:
@@ -85,7 +86,7 @@ def test_a_removal_keeps_its_place_among_the_writes(setup: Setup) -> None:
     """A page that was queued before it is gone afterwards, one behind it stays."""
     setup.write(1)
     removal = Removal(None)
-    setup.mover.write(removal)
+    setup.mover.remove(removal)
     setup.write(2)
 
     results = setup.results(3)
@@ -105,7 +106,10 @@ def test_removals_that_go_together_leave_the_pages_that_they_would_one_by_one(st
     jobs = [job_of(*step) for step in steps]
     for job in jobs:
         carry_out(job, alone)
-        ended += queue.put(job)
+        if isinstance(job, PageWrite):
+            queue.move(deque([job]))
+        else:
+            ended += queue.put(job)
 
     while taken := queue.take():
         assert len({type(job) for job in taken}) == 1
@@ -154,16 +158,16 @@ def test_removals_wait_for_a_hanging_writer_in_one_call() -> None:
     """Ten behind a write that hangs are one call of the store; one of all pages takes their place."""
     store = HangingStore()
     mover = MoverThreads([store])
-    mover.write(PageWrite(key(1), 1, page(1), frozenset(["host"])))
+    mover.write(deque([PageWrite(key(1), 1, page(1), frozenset(["host"]))]))
     assert store.begun.wait(LIMIT_S)
     replaced = [Removal((key(number).hash,)) for number in range(1000)]
     for removal in [*replaced, Removal(None)]:
-        mover.write(removal)
+        mover.remove(removal)
 
-    ended = mover.take_results()
+    ended = [*mover.take_results()]
     last = [Removal((key(number).hash,)) for number in range(10)]
     for removal in last:
-        mover.write(removal)
+        mover.remove(removal)
     store.gate.set()
     assert mover.close(LIMIT_S)
 
@@ -177,7 +181,7 @@ def test_a_store_that_is_gone_loses_the_page_and_nothing_else(setup: Setup) -> N
     """The job ends, its buffer is free; a removal says which store may still have the pages."""
     setup.faults.unavailable = "gone"
     setup.write(1)
-    setup.mover.write(Removal((key(1).hash,)))
+    setup.mover.remove(Removal((key(1).hash,)))
     setup.read(1)
 
     results = setup.results(3)

@@ -40,8 +40,12 @@ class ManualMover:
         self.answer_s = 0.0  # that a look-up is said to have taken
         self.results: list[Result] = []
 
-    def write(self, *jobs: PageWrite | Removal) -> None:
-        self.writes.extend(jobs)
+    def write(self, waiting: deque[PageWrite]) -> None:
+        while waiting:
+            self.writes.append(waiting.popleft())
+
+    def remove(self, removal: Removal) -> None:
+        self.writes.append(removal)
 
     def read(self, job: ReaderJob) -> None:
         if isinstance(job, Probe):

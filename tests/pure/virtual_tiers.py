@@ -1,6 +1,7 @@
 """An engine in virtual time: steps take what a cost model says, reads what a store's link says."""
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -81,12 +82,12 @@ class VirtualMover:
         self.flying: list[tuple[float, int, ReaderJob, float, Result | None]] = []
         self.num_reads = 0
 
-    def write(self, *jobs: PageWrite | Removal) -> None:
-        for job in jobs:
-            if isinstance(job, Removal):
-                self.ended.append(Removed(job, self.jobs.remove(job.hashes)))
-            else:
-                self.ended += self.jobs.write([job])
+    def write(self, waiting: deque[PageWrite]) -> None:
+        while waiting:
+            self.ended += self.jobs.write([waiting.popleft()])
+
+    def remove(self, removal: Removal) -> None:
+        self.ended.append(Removed(removal, self.jobs.remove(removal.hashes)))
 
     def read(self, job: ReaderJob) -> None:
         begin_s = max(self.time.now, heapq.heappop(self.free_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from ramify.errors import InvariantError
@@ -12,9 +12,13 @@ class BufferState(Enum):
     """Who owns a staging buffer."""
 
     FREE = "free"
+    COPY = "copy"  # the engine's thread, until the writer gets the page
     WRITE = "write"  # the writer, until its page is stored
     READ = "read"  # a reader, until its call returns
     FILLED = "filled"  # a load; holds a verified page
+
+
+_OF_READS = (BufferState.READ, BufferState.FILLED)
 
 
 class StagingLedger:
@@ -52,8 +56,8 @@ class StagingLedger:
         return max(0, len(self._free) - max(0, self._num_for_reads - self._num_reading))
 
     def take_for_write(self) -> int | None:
-        """A free buffer for the writer; None: there is none beside those kept for reads."""
-        return self._take(BufferState.WRITE) if self.num_for_writes else None
+        """A free buffer for a copy; None: there is none beside those kept for reads."""
+        return self._take(BufferState.COPY) if self.num_for_writes else None
 
     def take_for_read(self) -> int | None:
         """A free buffer for a reader; None: reads have their share, or none is free."""
@@ -67,6 +71,11 @@ class StagingLedger:
         self._states[buffer] = state
         return buffer
 
+    def write(self, buffer: int) -> None:
+        """Hand a buffer with a copy to the writer; again, after a call that was interrupted."""
+        self._require(buffer, (BufferState.COPY, BufferState.WRITE))
+        self._states[buffer] = BufferState.WRITE
+
     def fill(self, buffer: int) -> None:
         """Hand a buffer with a verified page from its reader to its load."""
         self._require(buffer, (BufferState.READ,))
@@ -74,10 +83,25 @@ class StagingLedger:
 
     def free(self, buffer: int) -> None:
         """Take a buffer back from its owner, who must not touch it any more."""
-        self._require(buffer, (BufferState.WRITE, BufferState.READ, BufferState.FILLED))
-        self._num_reading -= self._states[buffer] is not BufferState.WRITE
+        self._require(
+            buffer,
+            (BufferState.COPY, BufferState.WRITE, BufferState.READ, BufferState.FILLED),
+        )
+        self._num_reading -= self._states[buffer] in _OF_READS
         self._states[buffer] = BufferState.FREE
         self._free.append(buffer)
+
+    def recover(self, copied: Collection[int]) -> None:
+        """Free the buffers of copies that were interrupted, and count again.
+
+        Args:
+            copied: buffers whose copies the writer is still to get.
+        """
+        for buffer, state in enumerate(self._states):
+            if state is BufferState.COPY and buffer not in copied:
+                self._states[buffer] = BufferState.FREE
+        self._free = [at for at, state in enumerate(self._states) if state is BufferState.FREE]
+        self._num_reading = sum(state in _OF_READS for state in self._states)
 
     def _require(self, buffer: int, states: Sequence[BufferState]) -> None:
         if self._states[buffer] not in states:
@@ -95,6 +119,6 @@ class StagingLedger:
         held = sorted(i for i, state in enumerate(self._states) if state is BufferState.FILLED)
         if held != sorted(filled):
             raise InvariantError(f"staging buffers {held} hold pages, loads own {sorted(filled)}")
-        reading = sum(state in (BufferState.READ, BufferState.FILLED) for state in self._states)
+        reading = sum(state in _OF_READS for state in self._states)
         if reading != self._num_reading:
             raise InvariantError("the staging buffers of reads are miscounted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,7 +34,9 @@ class CopiesOut:
         """Write to these stores, through these buffers, from now on."""
         self._parts, self._area = parts, area
         self._share, self._stepped_s = WriteShare(parts.device.page_bytes), time.perf_counter()
-        self._ready: list[PageWrite] = []  # copied, and not yet with the writer
+        # Copied, and not yet with the writer: of this machine's stores, of the one beyond a network.
+        self._ready: tuple[deque[PageWrite], deque[PageWrite]] = deque(), deque()
+        self._is_handing_over = False  # outside a block: it was interrupted
         self.events.removed_everywhere(None)
         self._distant = DistantCopies(parts, self.queue, area.ledger.num_buffers)
 
@@ -148,18 +151,40 @@ class CopiesOut:
             self._area.ledger.free(buffer)
             raise
         self._counts.queued += 1
-        self._ready.append(PageWrite(PageKey(*name), buffer, view, tiers))
+        self._ready[tiers == self._distant.tiers].append(
+            PageWrite(PageKey(*name), buffer, view, tiers)
+        )
         return True
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
-        """Give the writer what is copied in the block, at once: each call wakes it."""
+        """Give the writer what is copied in the block, at once: each call wakes it.
+
+        An interrupt anywhere costs no buffer: a copy that has ended is in `_ready` until the writer has it,
+        and the buffer of any other is given back here or by the next block.
+        """
+        if self._is_handing_over:
+            self._recover()
+        self._is_handing_over = True
         try:
             yield
-        finally:
-            ready, self._ready = self._ready, []
-            if ready:
-                self._parts.mover.write(*ready)
+            self._hand_over()
+        except BaseException:
+            self._recover()
+            self._hand_over()
+            raise
+        self._is_handing_over = False
+
+    def _hand_over(self) -> None:
+        for waiting in self._ready:
+            for write in waiting:  # first: the writer may be done with it before its call returns
+                self._area.ledger.write(write.buffer)
+            if waiting:
+                self._parts.mover.write(waiting)
+
+    def _recover(self) -> None:
+        copied = {write.buffer for waiting in self._ready for write in waiting}
+        self._area.ledger.recover(copied)
 
     def _lacking(
         self, pages: Sequence[tuple[int, PageName]], *, is_evicted: bool

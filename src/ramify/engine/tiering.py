@@ -164,7 +164,7 @@ class EngineTiering:
         self._removals.add(removal)
         self._out.removed(removal.hashes)
         self._in.end_loads(None if removal.hashes is None else set(removal.hashes))
-        self._parts.mover.write(removal)
+        self._parts.mover.remove(removal)
 
     def _removed(self, result: Removed) -> None:
         self._removals.discard(result.removal)

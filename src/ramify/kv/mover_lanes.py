@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 
 from ramify.kv.mover_jobs import PageWrite, ReaderJob, Removal, Removed, Result
 from ramify.kv.offload import MoverThreads, ResultQueue
@@ -34,40 +35,35 @@ class MoverLanes:
         # Lanes that have still to carry out a removal, and the tiers that failed.
         self._removals: dict[Removal, tuple[int, list[str]]] = {}
 
-    def write(self, *jobs: PageWrite | Removal) -> None:
+    def write(self, waiting: deque[PageWrite]) -> None:
         """See `Mover.write`."""
-        by_lane: dict[MoverThreads, list[PageWrite | Removal]] = {lane: [] for lane in self._lanes}
-        for job in jobs:
-            if isinstance(job, PageWrite):
-                by_lane[self._lane_of[next(iter(job.tiers))]].append(job)
-            elif not self._lanes:
-                self._results.put([Removed(job, ())])
-            else:
-                self._removals[job] = len(self._lanes), []
-                for in_lane in by_lane.values():
-                    in_lane.append(job)
-        for lane, in_lane in by_lane.items():
-            if in_lane:
-                lane.write(*in_lane)
+        self._lane_of[next(iter(waiting[0].tiers))].write(waiting)
+
+    def remove(self, removal: Removal) -> None:
+        """See `Mover.remove`."""
+        if not self._lanes:
+            self._results.put([Removed(removal, ())])
+            return
+        self._removals[removal] = len(self._lanes), []
+        for lane in self._lanes:
+            lane.remove(removal)
 
     def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""
         self._lane_of[job.tier].read(job)
 
-    def take_results(self) -> list[Result]:
+    def take_results(self) -> Iterator[Result]:
         """See `Mover.take_results`; a removal has ended once every lane has carried it out."""
-        results = list[Result]()
         for result in self._results.take():
             if not isinstance(result, Removed) or result.removal not in self._removals:
-                results.append(result)
+                yield result
                 continue
             num_left, failed = self._removals.pop(result.removal)
             failed = [*failed, *result.failed]
             if num_left > 1:
                 self._removals[result.removal] = num_left - 1, failed
             else:
-                results.append(Removed(result.removal, tuple(failed)))
-        return results
+                yield Removed(result.removal, tuple(failed))
 
     def wait(self, timeout_s: float) -> bool:
         """See `Mover.wait`."""

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 from ramify.errors import StoreUnavailableError
@@ -45,14 +46,20 @@ MAINTAIN_S = 1.0
 class Mover(Protocol):
     """Carries jobs out, in other threads or later; `MoverThreads`, and a fake in tests."""
 
-    def write(self, *jobs: PageWrite | Removal) -> None:
-        """Queue jobs of the writer; these keep their order."""
+    def write(self, waiting: deque[PageWrite]) -> None:
+        """Take all writes out of `waiting`, and queue them in this order; all are of the same tiers' lane.
+
+        Whatever interrupts the call, each of them is either queued or still in `waiting`.
+        """
+
+    def remove(self, removal: Removal) -> None:
+        """Queue a removal behind the writes that were queued before."""
 
     def read(self, job: ReaderJob) -> None:
         """Queue a job of the readers; a look-up goes before all others, for it is short."""
 
-    def take_results(self) -> list[Result]:
-        """The results since the last call."""
+    def take_results(self) -> Iterable[Result]:
+        """Take the results one by one: those that the caller does not reach are left for the next call."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a result; returns whether there is one."""
@@ -203,12 +210,10 @@ class ResultQueue:
             self._results.extend(results)
             self._has_results.notify_all()
 
-    def take(self) -> list[Result]:
-        """All results since the last call."""
-        results = list[Result]()
+    def take(self) -> Iterator[Result]:
+        """Take the results one by one, until there is none."""
         while self._results:
-            results.append(self._results.popleft())
-        return results
+            yield self._results.popleft()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a result; returns whether there is one."""
@@ -229,13 +234,17 @@ class WriterQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def put(self, job: PageWrite | Removal) -> list[Removal]:
-        """Append a job; returns the removals that it makes needless, which leave the queue."""
+    def move(self, waiting: deque[PageWrite]) -> None:
+        """Move writes to the end of the queue, in one call of C: no signal comes between out and in."""
+        self._jobs.extend(islice(iter(waiting.popleft, None), len(waiting)))
+
+    def put(self, removal: Removal) -> list[Removal]:
+        """Append a removal; returns those that it makes needless, which leave the queue."""
         needless: list[Removal] = []
-        if isinstance(job, Removal) and job.hashes is None:
+        if removal.hashes is None:
             needless = [waiting for waiting in self._jobs if isinstance(waiting, Removal)]
             self._jobs = deque(item for item in self._jobs if isinstance(item, PageWrite))
-        self._jobs.append(job)
+        self._jobs.append(removal)
         return needless
 
     def take(self) -> list[PageWrite] | list[Removal]:
@@ -282,8 +291,9 @@ class MoverThreads:
         self._jobs = StoreJobs(stores)
         self._results = ResultQueue() if results is None else results
         # One lock, and a condition for each kind of thread: a page to write wakes no reader.
-        lock = threading.Lock()
-        self._to_write, self._to_read = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._to_write = threading.Condition(self._lock)
+        self._to_read = threading.Condition(self._lock)
         self._writes = WriterQueue()
         self._reads: deque[ReaderJob] = deque()
         self._is_closing = False
@@ -293,13 +303,20 @@ class MoverThreads:
         self._writer = threading.Thread(target=self._run_writer, name="ramify-tier-w", daemon=True)
         self._writer.start()
 
-    def write(self, *jobs: PageWrite | Removal) -> None:
+    def write(self, waiting: deque[PageWrite]) -> None:
         """See `Mover.write`."""
-        with self._to_write:
-            needless = [removal for job in jobs for removal in self._writes.put(job)]
+        # Not by the condition: its `__enter__` is Python, and an interrupt there would leave it locked.
+        with self._lock:
+            self._writes.move(waiting)
+            self._to_write.notify()
+
+    def remove(self, removal: Removal) -> None:
+        """See `Mover.remove`."""
+        with self._lock:
+            needless = self._writes.put(removal)
             self._to_write.notify()
         if needless:
-            self._results.put([Removed(removal, ()) for removal in needless])
+            self._results.put([Removed(other, ()) for other in needless])
 
     def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""
@@ -315,7 +332,7 @@ class MoverThreads:
                 reader.start()
             self._to_read.notify()
 
-    def take_results(self) -> list[Result]:
+    def take_results(self) -> Iterable[Result]:
         """See `Mover.take_results`."""
         return self._results.take()
 
