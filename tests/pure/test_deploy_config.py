@@ -3,16 +3,21 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer.main
 from msgspec import Struct
 
+from ramify.cli import app
+from ramify.config import SECTIONS as ENGINE_SECTIONS
 from ramify.deploy.config import (
     SECTIONS,
     DeployConfig,
+    Ingress,
     Replicas,
     config_of,
     read_config,
@@ -178,6 +183,41 @@ def test_the_policy_adds_up_what_engines_report() -> None:
     assert target(reports) == 3
     assert target({}) == 7
     assert target(None) == 7
+
+
+# Options of `ramify serve` that servers of a deployment do not have, and why.
+NOT_INGRESS = {
+    "more_names": "`served_model_name` is a list",
+    "api_key": "a file that is copied to nodes holds no key: `api_key_file` has their hashes",
+    "admin_key": "as `api_key`; the key file says which keys are an operator's",
+    "drain_seconds": "`drain_s`",
+    "log_format": "`log_json`",
+    "log_file": "Ray collects what its processes print",
+    "threads_per_replica": "`resources.threads`",
+    "cluster_secret": "`secret_file`",
+    "cluster_certificate": "`tls.certificate`",
+    "cluster_key": "`tls.key`",
+    "cluster_authority": "`tls.authority`",
+    "cluster_certificate_name": "`tls.name`",
+    "record": "several servers of a node would append to the same file",
+    "record_tokens": "as `record`",
+    "batch_dir": "one server uses a directory, and Ray moves servers to other nodes",
+    "batch_disk": "as `batch_dir`",
+    **dict.fromkeys(
+        ("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_form", "kv_events_tiers"),
+        "they tell routers outside what each engine has cached, and Ray chooses where engines are",
+    ),
+}
+
+
+def test_servers_of_a_deployment_have_the_options_of_the_command() -> None:
+    """Each is a field of the file, or is left out for a reason."""
+    command: Any = typer.main.get_command(app)
+    flags = {flag.name for flag in command.commands["serve"].params} - {"config", "help"}
+    engine = {field.name for section in ENGINE_SECTIONS.values() for field in fields(section)}
+    known = {*DeployConfig.__struct_fields__, *Ingress.__struct_fields__}
+
+    assert flags - engine - known == NOT_INGRESS.keys()
 
 
 def test_the_page_has_every_field() -> None:

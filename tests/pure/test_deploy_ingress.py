@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tests.pure import cluster_bench
 from tests.pure.cluster_bench import prompts, run, until
 from tests.pure.engine_bench import expected
 from tests.pure.live_server import fake_engine
+from tests.pure.test_deploy_config import NOT_INGRESS
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
@@ -259,3 +261,37 @@ def test_options_of_a_server_are_the_command_s() -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
         serve_options(config_of({"ingress": {"haproxy": True}})).keys()
     assert serve_options(config_of({})).keys() is None
+
+
+def test_a_server_gets_every_field_of_the_file() -> None:
+    """No field is read and then forgotten."""
+    ingress = {
+        "host": "127.0.0.2",
+        "port": 81,
+        "served_model_name": ["a"],
+        "api_key_file": "keys",
+        "insecure": True,
+        "allowed_hosts": ["a"],
+        "allowed_origins": ["http://a"],
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "generation_config": "none",
+        "drop_forbidden_tools": True,
+        "tools_first": True,
+        "prompt_rules": ["date-line"],
+        "otlp_endpoint": "http://127.0.0.1:4318",
+        "max_connections": 50,
+        "max_connections_per_address": 40,
+    }
+    of_file = {"model": "m", "engine": {"offline": True}, "drain_s": 3, "log_json": True}
+
+    options = serve_options(config_of({"ingress": ingress, "public": "prompts"} | of_file))
+
+    of_engines = {"warm"}  # each computes them when it starts
+    names = {"api_keys": "api_key", "log_file": "log_file"}
+    same = {
+        field.name
+        for field in fields(ServeOptions)
+        if getattr(options, field.name) == getattr(ServeOptions(), field.name)
+    }
+    assert {names.get(name, name) for name in same} - of_engines <= NOT_INGRESS.keys()

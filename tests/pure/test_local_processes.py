@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,30 @@ def test_the_routes_of_a_cluster_have_the_stride(replicas: str) -> None:
 
     assert isinstance(open_client, partial)
     assert open_client.keywords["routes"].stride == 8
+
+
+def test_engines_that_a_server_starts_get_its_options() -> None:
+    """All that are about an engine or its process."""
+    options = ServeOptions(
+        model="m",
+        engine={"exact": False},
+        warm=Path("warm"),
+        public=Path("public"),
+        log_json=True,
+        log_file=Path("log"),
+        drain_s=5.0,
+    )
+
+    _, open_client = _cluster(options, "2", ClusterOptions())
+
+    assert isinstance(open_client, partial)
+    [local] = open_client.args
+    forgotten = {
+        field.name
+        for field in fields(LocalOptions)
+        if getattr(local, field.name) == getattr(LocalOptions(model="", shares=()), field.name)
+    }
+    assert forgotten == {"host", "tls"}  # of Ray's engines, which are reached from other machines
 
 
 # -- processes -------------------------------------------------------------------------------------

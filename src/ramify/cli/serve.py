@@ -314,6 +314,7 @@ def _cluster(
             public=options.public,
             log_json=options.log_json,
             log_file=options.log_file,
+            drain_s=options.drain_s,
         )
         # Each replica computes them when it starts, those that take another's place as well.
         return replace(options, warm=None), partial(local_cluster, local, routes=routes)

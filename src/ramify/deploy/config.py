@@ -13,6 +13,7 @@ from msgspec import Struct
 from ramify.cluster.credentials import TlsFiles
 from ramify.config import EngineConfig
 from ramify.errors import ConfigError, MissingPackageError, UnknownOptionError
+from ramify.prompt_rules import rules_named
 
 MAX_REPLICAS = MAX_THREADS = 1024
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
@@ -85,6 +86,13 @@ class Ingress(Section, frozen=True, kw_only=True):
     allowed_origins: list[str] = []
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    generation_config: str = "auto"
+    drop_forbidden_tools: bool = False
+    tools_first: bool = False
+    prompt_rules: list[str] = []
+    otlp_endpoint: str | None = None
+    max_connections: int | None = None  # of each server; without `haproxy`, which has the listener
+    max_connections_per_address: int | None = None
     routing_stride: int = 1
 
 
@@ -123,13 +131,12 @@ class DeployConfig(Section, frozen=True, kw_only=True):
         Raises:
             ConfigError: one is not; says which, and its limits.
         """
-        threads = self.resources.threads
         for name, value, least, most in (
             ("replicas.min", self.min_replicas, 1, MAX_REPLICAS),
             ("replicas.max", self.max_replicas, self.min_replicas, MAX_REPLICAS),
             ("resources.cpus", self.resources.cpus, 0, math.inf),
             ("resources.gpus", self.resources.gpus, 0, math.inf),
-            ("resources.threads", 1 if threads is None else threads, 1, MAX_THREADS),
+            ("resources.threads", self.resources.threads, 1, MAX_THREADS),
             ("scaling.wait_s", self.scaling.wait_s, 0.01, math.inf),
             ("scaling.requests", self.scaling.requests, 1, math.inf),
             ("scaling.up_s", self.scaling.up_s, 0, math.inf),
@@ -138,9 +145,16 @@ class DeployConfig(Section, frozen=True, kw_only=True):
             ("ingress.count", self.ingress.count, 1, MAX_REPLICAS),
             ("ingress.cpus", self.ingress.cpus, 0, math.inf),
             ("ingress.routing_stride", self.ingress.routing_stride, 1, math.inf),
+            ("ingress.max_connections", self.ingress.max_connections, 1, math.inf),
+            (
+                "ingress.max_connections_per_address",
+                self.ingress.max_connections_per_address,
+                1,
+                math.inf,
+            ),
             ("drain_s", self.drain_s, 0, math.inf),
         ):
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 limits = f"in {least}..{most}" if most < math.inf else f"{least} or more"
                 raise ConfigError(f"{name} is {value} but it must be {limits}")
         if NAME.fullmatch(self.name) is None:
@@ -153,6 +167,7 @@ class DeployConfig(Section, frozen=True, kw_only=True):
         if engine.ranks.tensor_parallel_size > 1:
             size = engine.ranks.tensor_parallel_size
             raise ConfigError(f"engine.tensor_parallel_size is {size}; {ONE_PROCESS}")
+        rules_named(self.ingress.prompt_rules)
         return self
 
 

@@ -56,6 +56,10 @@ def serve_options(config: DeployConfig) -> ServeOptions:
         served_names=tuple(ingress.served_model_name),
         tool_call_parser=ingress.tool_call_parser,
         reasoning_parser=ingress.reasoning_parser,
+        generation_config=ingress.generation_config,
+        drops_forbidden_tools=ingress.drop_forbidden_tools,
+        tools_first=ingress.tools_first,
+        prompt_rules=tuple(ingress.prompt_rules),
         key_file=None if ingress.api_key_file is None else Path(ingress.api_key_file),
         insecure=ingress.insecure,
         allowed_hosts=tuple(ingress.allowed_hosts),
@@ -63,7 +67,9 @@ def serve_options(config: DeployConfig) -> ServeOptions:
         public=None if config.public is None else Path(config.public),
         log_json=config.log_json,
         drain_s=config.drain_s,
-        otlp=OtlpOptions.of(None),
+        max_connections=ingress.max_connections,
+        max_connections_per_address=ingress.max_connections_per_address,
+        otlp=OtlpOptions.of(ingress.otlp_endpoint),
     )
 
 
