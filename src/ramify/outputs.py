@@ -137,7 +137,7 @@ class Explanation:
         return self.hit_tokens + self.copied_tokens
 
     def with_copied(self, num_tokens: int) -> Explanation:
-        """This explanation where `num_tokens` tokens behind the hit are copied from part of a page."""
+        """This explanation where `num_tokens` tokens after the hit are copied from part of a page."""
         is_all = self.reason == "page_tail" and self.hit_tokens + num_tokens == self.num_tokens - 1
         reason = "hit" if is_all else self.reason
         return replace(self, copied_tokens=num_tokens, reason=reason)

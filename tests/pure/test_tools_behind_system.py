@@ -64,7 +64,7 @@ def test_a_miss_warns_of_tools_behind_the_system_prompt(path: str) -> None:
     num_tools = segments["tools[1]"]["end"] - system_end
     warning = usage["miss"]["warning"]
     assert warning == explained["miss"]["warning"]
-    assert warning.startswith("tools stand behind the system prompt in this template: ")
+    assert warning.startswith("tools stand after the system prompt in this template: ")
     num_warned = int(warning.split(": ")[1].split()[0])
     assert num_tools <= num_warned <= num_tools + 40
     assert warning.endswith("or start the server with --tools-first")

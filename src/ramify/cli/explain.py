@@ -19,7 +19,7 @@ def explain(
     later: Annotated[Path, typer.Argument(help="The request that is compared with it.")],
     json_file: JsonFile = None,
 ) -> None:
-    """Show where a request first differs from another, and what differs behind that."""
+    """Show where a request first differs from another, and what differs after that."""
     with exit_on_error():
         from ramify.analysis.explaining import explain as compare
         from ramify.analysis.explaining import explanation_as_json

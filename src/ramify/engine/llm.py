@@ -332,7 +332,7 @@ class LLM:
         salt: str | Sequence[str] = "",
         progress: bool | None = None,
     ) -> NDArray[np.float32]:
-        """Vectors of prompts: hidden states behind the final norm, pooled.
+        """Vectors of prompts: hidden states after the final norm, pooled.
 
         Embedding checkpoints that are decoders, such as Qwen3-Embedding, are made for it; their
         files of sentence-transformers say how to pool (last token, mean or first token) and whether

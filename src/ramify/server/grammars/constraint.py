@@ -187,7 +187,7 @@ class AnswerConstraints:
                 raise
             self._compile(answer_format, tenant)
             raise ApiError(
-                400, f"the format cannot be enforced behind reasoning: {error.allowed}"
+                400, f"the format cannot be enforced after reasoning: {error.allowed}"
             ) from error
         return spec
 

@@ -117,6 +117,6 @@ def _tools_warning(prompt: RenderedPrompt, at_token: int, cached: array[int]) ->
         num_common = len(ids)
     option = ", or start the server with --tools-first" if tools.can_be_first else ""
     return (
-        f"tools stand behind the system prompt in this template: {SEAM_TOKENS + num_common} "
+        f"tools stand after the system prompt in this template: {SEAM_TOKENS + num_common} "
         f"tokens of them are computed again; move what changes to a later message{option}"
     )

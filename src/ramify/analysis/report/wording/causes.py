@@ -28,11 +28,11 @@ class CauseText:
 CAUSES: dict[CauseName, CauseText] = {
     CauseName.CLOCK: CauseText(
         "A clock in the prompt",
-        "A date or time is rendered inside the prompt; everything behind it differs each time.",
+        "A date or time is rendered inside the prompt; everything after it differs each time.",
     ),
     CauseName.RANDOM_ID: CauseText(
         "A random id in the prompt",
-        "An id is drawn anew for each request or session; everything behind it differs.",
+        "An id is drawn anew for each request or session; everything after it differs.",
     ),
     CauseName.PATH_OR_STATE: CauseText(
         "A path or a status in the prompt",
@@ -48,7 +48,7 @@ CAUSES: dict[CauseName, CauseText] = {
     ),
     CauseName.TOOL_CHANGED: CauseText(
         "Tools change within a conversation",
-        "A tool is added, removed or edited after the first turn; all messages are behind it.",
+        "A tool is added, removed or edited after the first turn; all messages come after it.",
     ),
     CauseName.KEY_ORDER: CauseText(
         "JSON keys in another order",
@@ -82,9 +82,9 @@ CAUSES: dict[CauseName, CauseText] = {
         "A block of context leaves its old message and reappears in the newest one.",
     ),
     CauseName.CONTEXT_ORDER: CauseText(
-        "Fixed text behind changing text",
+        "Fixed text after changing text",
         "Within a message, blocks that other requests have too (documents, instructions) stand "
-        "behind text that changes, or in another order.",
+        "after text that changes, or in another order.",
     ),
     CauseName.SYSTEM_HOISTED: CauseText(
         "A system message is hoisted",
