@@ -80,9 +80,9 @@ def test_the_script_calls_until_all_results_are_there() -> None:
         last = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
 
     assert last["content"] == f"Done: {step_result(NUM_CALLS)}."
-    assert [f'"step": {step}' in record_line(each) for step, each in enumerate(ended)] == [True] * (
-        NUM_CALLS + 1
-    )
+    assert [f'"step": {step}' in record_line(request) for step, request in enumerate(ended)] == [
+        True
+    ] * (NUM_CALLS + 1)
 
 
 def test_every_agent_is_told_where_the_server_is() -> None:

@@ -109,14 +109,14 @@ def test_no_prompts_no_outputs(llm: LLM) -> None:
 
 def test_params_for_all_or_one_each(llm: LLM) -> None:
     """A list of params is matched to the prompts in order; a different length is refused."""
-    each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 3, 2)]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 3, 2)]
 
-    outputs = llm.generate(["a", "b", "c"], each)
+    outputs = llm.generate(["a", "b", "c"], params)
 
     assert [len(output.token_ids) for output in outputs] == [1, 3, 2]
     assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
-    with pytest.raises(InvalidParamsError, match=r"2 values.*as many as the 3 prompts"):
-        llm.generate(["a", "b", "c"], each[:2])
+    with pytest.raises(InvalidParamsError, match=r"2 values.*one for each prompt, 3"):
+        llm.generate(["a", "b", "c"], params[:2])
 
 
 def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, ...]]) -> None:

@@ -83,9 +83,9 @@ def test_a_batch_goes_on_after_its_server_has_gone(tmp_path: Path, name: str) ->
             json.loads(text)
             for text in client.files.content(ended.output_file_id).text.splitlines()
         ]
-        assert sorted(int(each["custom_id"]) for each in answers) == list(range(NUM_LINES))
-        for each in answers:
-            direct = client.chat.completions.create(**body_of(int(each["custom_id"])))
-            assert each["response"]["body"]["choices"] == direct.to_dict()["choices"]
+        assert sorted(int(answer["custom_id"]) for answer in answers) == list(range(NUM_LINES))
+        for answer in answers:
+            direct = client.chat.completions.create(**body_of(int(answer["custom_id"])))
+            assert answer["response"]["body"]["choices"] == direct.to_dict()["choices"]
     finally:
         stop(server)

@@ -93,7 +93,7 @@ class CacheModel:
         return self.live
 
     def pins(self) -> set[Prefix]:
-        return {prefix for each in self.holders() for prefix in self.path(each, each.pinned)}
+        return {prefix for holder in self.holders() for prefix in self.path(holder, holder.pinned)}
 
     def evictable(self) -> int:
         return len(self.ready.keys() - self.pins())
@@ -257,19 +257,19 @@ class CacheModel:
             assert self.snapshot() == before
             return
         kept = len(own[0][1]) // self.size - 1
-        lost = [each for each in self.live if own[0] in self.path(each, each.pinned)]
+        lost = [other for other in self.live if own[0] in self.path(other, other.pinned)]
 
         dependents = self.cache.withdraw(request.lease)
 
-        assert {id(each) for each in dependents} == {
+        assert {id(lease) for lease in dependents} == {
             id(at.lease) for at in lost if at is not request
         }
         below = [at for at in self.pending if at[0] == own[0][0] and at[1].startswith(own[0][1])]
         for prefix in below:
             del self.pending[prefix]
         self.remember(below)
-        for each in lost:
-            each.kept = kept
+        for other in lost:
+            other.kept = kept
 
     def stop(self, request: Request, split: int = 0) -> None:
         """Finish or abort a request; refused while others depend on its announced pages."""

@@ -309,7 +309,9 @@ class Recorder:
         response: dict[str, Any] = {"status": answer.status, "headers": headers}
         if self.bench.ended:
             prompts = [ended.request.prompt for ended in self.bench.ended]
-            response["prompts"] = [self._prompt(each.text or each.ids.tolist()) for each in prompts]
+            response["prompts"] = [
+                self._prompt(prompt.text or prompt.ids.tolist()) for prompt in prompts
+            ]
         return [as_json(request), as_json(response), *body_lines(answer.body.decode())]
 
     def _prompt(self, text: str | list[int]) -> Any:

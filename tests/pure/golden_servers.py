@@ -45,8 +45,8 @@ def hello(name: str, headers: dict[str, str] | None = None, **fields: Any) -> Di
         Exchange("/v1/models", method="GET"),
     )
     sent = tuple(
-        Exchange(each.target, each.body, method=each.method, headers=headers or {})
-        for each in exchanges
+        Exchange(exchange.target, exchange.body, method=exchange.method, headers=headers or {})
+        for exchange in exchanges
     )
     return Dialogue(name, sent)
 

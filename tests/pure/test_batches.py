@@ -39,7 +39,7 @@ def line(name: str, body: Any, **fields: Any) -> dict[str, Any]:
 
 
 def jsonl(lines: list[Any]) -> bytes:
-    texts = (each if isinstance(each, str) else json.dumps(each) for each in lines)
+    texts = (item if isinstance(item, str) else json.dumps(item) for item in lines)
     return "".join(f"{text}\n" for text in texts).encode()
 
 
@@ -69,7 +69,7 @@ def results(client: Any, name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     lines = [json.loads(text) for text in client.files.content(name).text.splitlines()]
-    by_id = {each["custom_id"]: each for each in lines}
+    by_id = {result["custom_id"]: result for result in lines}
     assert len(by_id) == len(lines), "one result for each line"
     return by_id
 
@@ -138,7 +138,7 @@ def test_a_clients_fault_is_a_line_of_the_error_file(tmp_path: Path) -> None:
         assert results(client, ended.output_file_id).keys() == {"good"}
         errors = results(client, ended.error_file_id)
         assert errors.keys() == {"hot", "stream", "empty", "long"}
-        assert {each["response"]["status_code"] for each in errors.values()} == {400}
+        assert {result["response"]["status_code"] for result in errors.values()} == {400}
         assert errors["hot"]["response"]["body"]["error"]["param"] == "temperature"
         code = errors["long"]["response"]["body"]["error"]["code"]
         assert code == "context_length_exceeded"
@@ -186,13 +186,13 @@ def test_files_are_listed_read_and_deleted(tmp_path: Path) -> None:
         short = upload(client, b"x", expires_after={"anchor": "created_at", "seconds": 3600})
         assert short.expires_at - short.created_at == 3600
 
-        assert [each.id for each in client.files.list(limit=2)] == [short.id, *names[::-1]]
+        assert [stored.id for stored in client.files.list(limit=2)] == [short.id, *names[::-1]]
         page = client.files.list(limit=2, order="asc", after=names[0], purpose="batch")
-        assert [each.id for each in page.data] == names[1:]
+        assert [stored.id for stored in page.data] == names[1:]
         assert page.has_more
         for name in names:
             assert client.files.delete(name).deleted
-        assert [each.id for each in client.files.list()] == [short.id]
+        assert [stored.id for stored in client.files.list()] == [short.id]
         with pytest.raises(openai.NotFoundError):
             client.files.content(names[0])
         assert len(list(tmp_path.glob("*/file-*"))) == 2  # bytes and record
@@ -253,7 +253,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         f"{name}-{number}" for name in ("question", "city") for number in range(8)
     }
     group: Any = typer.main.get_command(app)
-    known = {option for each in group.commands["serve"].params for option in each.opts}
+    known = {option for parameter in group.commands["serve"].params for option in parameter.opts}
     assert set(re.findall(r"--[a-z-]{4,}", page)) <= known
     codes = set(re.findall(r"`([a-z]+_[a-z_]+)`", page))
     assert {"url_mismatch", "model_mismatch", "too_many_tasks"} <= codes

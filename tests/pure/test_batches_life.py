@@ -69,7 +69,7 @@ def answer_some(server: Live, client: Any, lines: list[Any]) -> Any:
 
 
 def result_file(folder: Path) -> Path:
-    [path] = [each for each in folder.glob("*/file-*") if b"batch_req" in each.read_bytes()]
+    [path] = [path for path in folder.glob("*/file-*") if b"batch_req" in path.read_bytes()]
     return path
 
 
@@ -108,7 +108,7 @@ def test_a_cancelled_batch_has_a_result_for_each_line(tmp_path: Path) -> None:
         assert good and left
         assert good.keys() | left.keys() == {str(number) for number in range(20)}
         assert not good.keys() & left.keys()
-        assert {each["error"]["code"] for each in left.values()} == {"batch_cancelled"}
+        assert {result["error"]["code"] for result in left.values()} == {"batch_cancelled"}
         with pytest.raises(openai.ConflictError):
             client.batches.cancel(batch.id)
         server.until_idle()
@@ -128,7 +128,7 @@ def test_a_batch_past_its_time_expires(tmp_path: Path) -> None:
 
         assert ended.status == "expired" and ended.expired_at
         left = results(client, ended.error_file_id)
-        assert {each["error"]["code"] for each in left.values()} == {"batch_expired"}
+        assert {result["error"]["code"] for result in left.values()} == {"batch_expired"}
         good = results(client, ended.output_file_id)
         assert good.keys() | left.keys() == {str(number) for number in range(8)}
 
@@ -401,7 +401,7 @@ def test_what_an_upload_leaves_is_removed_at_the_next_start(tmp_path: Path) -> N
         if not is_damaged:
             damaged.unlink()
         with live(batch_dir=tmp_path) as server, client_of(server) as client:
-            assert [each.id for each in client.files.list()] == [file.id]
+            assert [stored.id for stored in client.files.list()] == [file.id]
             assert orphan.exists() == is_damaged
 
 

@@ -127,7 +127,7 @@ def test_an_eviction_is_told_with_its_reason(
 
     events = subscription.take()
     names = key("abcdef").page_hashes(2)
-    gone = [pair for each in events for pair in zip(each.page_hashes, each.pages, strict=True)]
+    gone = [pair for event in events for pair in zip(event.page_hashes, event.pages, strict=True)]
     assert sorted(gone) == sorted(zip(names[1:], pages[1:], strict=True))
     assert {(event.kind, event.reason) for event in events} == {("removed", reason)}
     assert (events[-1].parent_hash, events[-1].start) == (names[0], 1)

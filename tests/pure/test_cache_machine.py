@@ -290,7 +290,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
 
     def misuse_page(self, request: Request, page: int) -> None:
         """Free, shared and repeated pages cannot be given back."""
-        if any(page in each.private for each in self.live):
+        if any(page in live.private for live in self.live):
             self.refused(PageOwnershipError, self.cache.give_back, [page, page])
         else:
             self.refused(PageOwnershipError, self.cache.give_back, [page])

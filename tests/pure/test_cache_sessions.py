@@ -44,7 +44,9 @@ class Model:
 
     def pinned(self) -> set[Prompt]:
         return {
-            each.prompt[:end] for each in self.running for end in range(1, len(each.prompt) + 1)
+            request.prompt[:end]
+            for request in self.running
+            for end in range(1, len(request.prompt) + 1)
         }
 
     def begin(self, prompt: Prompt, who: tuple[str, str] | None) -> None:
@@ -64,16 +66,19 @@ class Model:
         self.running.append(Running(lease, prompt, session, identity))
 
     def end_request(self, number: int) -> None:
-        each = self.running.pop(number % len(self.running))
-        self.cache.release(each.lease, session=each.session)
-        for end in range(1, len(each.prompt) + 1):
-            page = each.prompt[:end]
+        request = self.running.pop(number % len(self.running))
+        self.cache.release(request.lease, session=request.session)
+        for end in range(1, len(request.prompt) + 1):
+            page = request.prompt[:end]
             if page in self.ended:
                 self.users[page] = set()
                 self.ended.discard(page)
-            self.users.setdefault(page, set()).add(each.identity)
-        if each.identity is not None and each.identity[2] < self.generation[each.identity[:2]]:
-            self.hasten(each.identity)
+            self.users.setdefault(page, set()).add(request.identity)
+        if (
+            request.identity is not None
+            and request.identity[2] < self.generation[request.identity[:2]]
+        ):
+            self.hasten(request.identity)
 
     def end_session(self, who: tuple[str, str]) -> None:
         identity = (*who, self.generation[who])

@@ -30,11 +30,11 @@ def test_the_hottest_prefixes_come_first_and_only_those_that_lack() -> None:
 
     missing = hot.missing(mirrors, "a", max_pages=100)
 
-    assert [(each.prompt, each.num_pages, each.count) for each in missing] == [
+    assert [(prefix.prompt, prefix.num_pages, prefix.count) for prefix in missing] == [
         ("klmn", 2, 9),
         ("abcdefgh", 4, 3),
     ]
-    assert [each.prompt for each in hot.missing(mirrors, "a", max_pages=4)] == ["klmn"]
+    assert [prefix.prompt for prefix in hot.missing(mirrors, "a", max_pages=4)] == ["klmn"]
 
 
 def test_a_prefix_of_a_chosen_prefix_is_computed_with_it() -> None:
@@ -47,7 +47,7 @@ def test_a_prefix_of_a_chosen_prefix_is_computed_with_it() -> None:
 
     missing = hot.missing(mirrors, "a", max_pages=5)
 
-    assert [each.prompt for each in missing] == ["abcdefgh", "abcdefkl"]
+    assert [prefix.prompt for prefix in missing] == ["abcdefgh", "abcdefkl"]
 
 
 def test_a_prefix_is_one_in_all_namespaces() -> None:
@@ -67,7 +67,7 @@ def test_a_prefix_is_one_in_all_namespaces() -> None:
     [missing] = hot.missing(mirrors, "b", 100)
     assert (missing.prompt, missing.num_pages, missing.count) == ("abcdefgh", 4, 5)
     hot.note([old, new], 2, "abcd")
-    assert [each.num_pages for each in hot.missing(mirrors, "b", 4)] == [4]
+    assert [prefix.num_pages for prefix in hot.missing(mirrors, "b", 4)] == [4]
     for text in ("klmn", "opqr", "stuv"):
         hot.note([key(text).packed_hashes(2)], 2, text)
     assert (len(hot), len(hot._numbers)) == (2, 2)

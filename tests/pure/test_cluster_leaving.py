@@ -115,7 +115,7 @@ def test_no_socket_is_left() -> None:
                 ]
                 await member.kill()
                 await member.start_again()
-                assert not [each for each in await asyncio.gather(*answers) if each.error]
+                assert not [output for output in await asyncio.gather(*answers) if output.error]
                 await bench.llm.all_ready(10.0)
             await bench.llm.stats()
             other = ClusterLLM({"0": f"127.0.0.1:{bench.members[0].port}"}, None)

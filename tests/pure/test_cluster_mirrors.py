@@ -253,7 +253,7 @@ def test_a_wrong_digest_asks_for_a_snapshot() -> None:
 
     assert not mirrors.is_known("a")
     assert (mirrors.counters.num_gaps, mirrors.counters.num_mismatches) == (0, 1)
-    assert [each.replica for each in mirrors.due_snapshots(1.0)] == ["a"]
+    assert [snapshot.replica for snapshot in mirrors.due_snapshots(1.0)] == ["a"]
 
 
 def test_a_clear_voids_the_parts_still_to_come() -> None:

@@ -143,7 +143,7 @@ class MirrorMachine(RuleBasedStateMachine):
         assert len(numbers) == len(set(numbers))
 
     def _asked_mirrors(self):
-        return [each for each in self.mirrors._mirrors.values() if each.snapshot is not None]
+        return [mirror for mirror in self.mirrors._mirrors.values() if mirror.snapshot is not None]
 
     @rule(is_lost=st.booleans())
     def hear_request(self, is_lost: bool) -> None:
@@ -227,7 +227,9 @@ class MirrorMachine(RuleBasedStateMachine):
         index = self.mirrors.index
         while index._swept:
             index.sweep(1000)
-        union = {name for each in self.replicas.values() for name in kept(each.cache, index.stride)}
+        union = {
+            name for replica in self.replicas.values() for name in kept(replica.cache, index.stride)
+        }
         assert len(index) == len(union)
 
 

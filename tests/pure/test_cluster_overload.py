@@ -29,7 +29,7 @@ async def hold(bench: ClusterBench) -> None:
     """Let no step begin, once the router knows the limits of the queues."""
     routes = bench.routes
     assert isinstance(routes, CacheRoutes)
-    await until(lambda: all(each.max_waiting == 2 for each in routes.router._replicas.values()))
+    await until(lambda: all(work.max_waiting == 2 for work in routes.router._replicas.values()))
     for member in bench.members:
         member.gate.is_open = False
 

@@ -206,13 +206,13 @@ def test_a_replica_that_was_refused_may_come_back() -> None:
             llm = ClusterLLM({n: f"127.0.0.1:{m.port}" for n, m in members.items()}, None)
             await llm.start(10.0)
             replicas = llm.dispatch.replicas
-            await until(lambda: any(each.was_refused.is_set() for each in replicas.values()))
-            [name] = [name for name, each in replicas.items() if not each.is_ready]
+            await until(lambda: any(replica.was_refused.is_set() for replica in replicas.values()))
+            [name] = [name for name, replica in replicas.items() if not replica.is_ready]
             await members[name].kill()
             members[name].options = {"page_size": llm.config.page_size}
             await members[name].start_again()
             replicas[name].move(replicas[name].address)
-            await until(lambda: all(each.is_ready for each in replicas.values()))
+            await until(lambda: all(replica.is_ready for replica in replicas.values()))
             await llm.aclose()
             await other.replica.close()
 

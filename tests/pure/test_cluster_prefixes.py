@@ -23,7 +23,7 @@ pytest.importorskip("grpc", reason="grpcio is not installed (pip install ramify[
 async def pinned(*benches: ServerBench) -> list[int]:
     """Tokens that each engine has pinned."""
     pins = [await bench.llm.cache.pins() for bench in benches]
-    return [sum(len(pin.key) for pin in each) for each in pins]
+    return [sum(len(pin.key) for pin in of_engine) for of_engine in pins]
 
 
 @asynccontextmanager

@@ -348,7 +348,7 @@ def test_a_dead_replica_gives_its_reservations_back() -> None:
     numbers = [fleet.decide(range(at, at + 100)) for at in range(0, 8000, 1000)]
     lost = fleet.router.remove("a")
 
-    assert lost == [each.reservation for each in numbers if each.replica == "a"]
+    assert lost == [decision.reservation for decision in numbers if decision.replica == "a"]
     for number in lost:
         fleet.router.admitted(number)
         fleet.router.first_token(number)
@@ -397,21 +397,21 @@ def test_no_decision_is_above_the_bound_and_every_reservation_ends(
             ["choose"] * 5 + ["admitted", "first", "end", "load", "leave", "drain"]
         )
         if action == "choose":
-            states = [each for each in router._replicas.values() if not each.is_draining]
+            states = [replica for replica in router._replicas.values() if not replica.is_draining]
             work = {
-                each.name: (each.token_s or 0.01)
-                * (each.waiting_tokens + each.num_requests * router._output_tokens)
-                for each in states
+                replica.name: (replica.token_s or 0.01)
+                * (replica.waiting_tokens + replica.num_requests * router._output_tokens)
+                for replica in states
             }
             start = random.choice([0, 0, 1000, random.randrange(10**6)])
             num_tokens = random.choice([1, 30, 200])
             own_s = 0.01 * (num_tokens + router._output_tokens)
             decision = fleet.choose(range(start, start + num_tokens))
             if isinstance(decision, Refusal):
-                assert not [each for each in states if not each.is_full]
+                assert not [replica for replica in states if not replica.is_full]
                 continue
             mean = sum(work.values()) / len(work)
-            if not any(each.max_waiting for each in states):
+            if not any(replica.max_waiting for replica in states):
                 assert work[decision.replica] <= BOUND * mean + own_s + 1e-9
             live[decision.reservation] = decision.replica
         elif action == "load":
@@ -420,8 +420,8 @@ def test_no_decision_is_above_the_bound_and_every_reservation_ends(
             router.load(name, Load(random.randrange(500), random.randrange(4), 2, 0.01, 0.1, limit))
         elif action == "leave":
             name = random.choice(names)
-            assert router.remove(name) == sorted(each for each in live if live[each] == name)
-            live = {number: each for number, each in live.items() if each != name}
+            assert router.remove(name) == sorted(number for number in live if live[number] == name)
+            live = {number: replica for number, replica in live.items() if replica != name}
             router.add(name)
         elif action == "drain" and random.random() < 0.3:
             router.drain(random.choice(names))

@@ -277,7 +277,7 @@ def test_an_explanation_has_the_cached_tokens_of_each_replica() -> None:
 async def answer_after_a_death(bench: ClusterServer, path: str, body: Any) -> Answer:
     """Ask; kill the replica that computes it once it has delivered a token."""
     benches: list[ServerBench] = [bench, bench.other]
-    gates = [gated(each) for each in benches]
+    gates = [gated(server) for server in benches]
     async with bench.serving() as client:
         answering = asyncio.ensure_future(bench.post(path, body))
         await until(lambda: bool(client.dispatch._places))
@@ -332,12 +332,12 @@ def test_branches_of_all_replicas_and_below_a_node_of_one() -> None:
             own = (await bench.call("GET", path, key="a")).json["nodes"]
             # Of a sixth replica further on; of none; one that a replica does not have.
             nowhere = (everything["nodes"][0]["id"] + 5, 1, 999 * MAX_REPLICAS + 1)
-            missing = [await bench.call("GET", f"{path}?below={each}", key="o") for each in nowhere]
+            missing = [await bench.call("GET", f"{path}?below={node}", key="o") for node in nowhere]
         assert [node["id"] for node in below] == [node["id"] for node in everything["nodes"]]
         assert {node["replica"] for node in everything["nodes"]} == {0, 1}
         assert {node["tenant"] for node in everything["nodes"]} > {own[0]["tenant"]}
         assert [answer.status for answer in missing] == [404, 404, 404]
-        for each, answer in zip(nowhere, missing, strict=True):
-            assert f"node {each} is not" in answer.json["error"]["message"]
+        for node, answer in zip(nowhere, missing, strict=True):
+            assert f"node {node} is not" in answer.json["error"]["message"]
 
     run(main())

@@ -60,7 +60,7 @@ def test_a_number_that_is_used_again_has_an_empty_column() -> None:
 
     serve(cache, 2)
 
-    assert [column[each] for each in cache._store.tree.nodes()] == [-1]
+    assert [column[node] for node in cache._store.tree.nodes()] == [-1]
 
 
 @pytest.mark.parametrize("lacks", ["another Python", "ctypes", "the symbol"])

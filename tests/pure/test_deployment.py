@@ -33,7 +33,7 @@ DEPLOY = ROOT / "deploy"
 END_S = CLOSE_S + CLOSE_LIMIT_S + server_telemetry.END_S
 METRIC = re.compile(r"\bramify_\w+")
 SERVE: Any = typer.main.get_command(app)
-OPTIONS = {option for each in SERVE.commands["serve"].params for option in each.opts}
+OPTIONS = {option for parameter in SERVE.commands["serve"].params for option in parameter.opts}
 
 
 def read(name: str) -> str:
@@ -99,7 +99,7 @@ def test_the_dashboard_is_written_by_its_script() -> None:
 
 def test_the_configuration_is_read() -> None:
     """deploy/ramify.toml has options of `ramify serve` only."""
-    known = {str(each.name) for each in SERVE.commands["serve"].params}
+    known = {str(parameter.name) for parameter in SERVE.commands["serve"].params}
 
     values = read_config_file(DEPLOY / "ramify.toml", known - {"config", "help"})
 
@@ -202,7 +202,7 @@ def test_pods_end_after_their_drain() -> None:
 def test_the_unit_ends_after_its_drain() -> None:
     """systemd waits for the drain of deploy/ramify.toml; the unit is one that it can read."""
     unit = read("ramify.service")
-    known = {str(each.name) for each in SERVE.commands["serve"].params}
+    known = {str(parameter.name) for parameter in SERVE.commands["serve"].params}
     values = read_config_file(DEPLOY / "ramify.toml", known)
 
     stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)

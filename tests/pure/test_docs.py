@@ -73,8 +73,10 @@ def public_names(kind: type) -> set[str]:
 def signature(name: str, call: Any) -> str:
     """Format a call as the reference does: names and defaults, no types."""
     full = inspect.signature(call)
-    shown = [each.replace(annotation=each.empty) for each in full.parameters.values()]
-    without_self = [each for each in shown if each.name != "self"]
+    shown = [
+        parameter.replace(annotation=parameter.empty) for parameter in full.parameters.values()
+    ]
+    without_self = [parameter for parameter in shown if parameter.name != "self"]
     text = str(full.replace(parameters=without_self, return_annotation=full.empty))
     return name + re.sub(r"<built-in function (\w+)>", r"time.\1", text)
 
@@ -169,7 +171,9 @@ def test_links_lead_somewhere(page: str) -> None:
         target, _, anchor = link.partition("#")
         text = (DOCS / target).read_text("utf-8") if target else PAGES[page]
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        anchors = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+        anchors = {
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+        }
         if anchor and anchor not in anchors:
             lost.append(link)
 

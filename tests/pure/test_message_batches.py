@@ -186,10 +186,10 @@ def test_batches_are_listed_for_their_tenant(tmp_path: Path) -> None:
     ):
         names = [begin(ann, requests(1)).id for _ in range(3)]
 
-        newest_first = [each.id for each in ann.messages.batches.list(limit=2)]
+        newest_first = [batch.id for batch in ann.messages.batches.list(limit=2)]
         assert sorted(newest_first) == sorted(names)
         page = ann.messages.batches.list(limit=1, before_id=newest_first[2])
-        assert [each.id for each in page.data] == [newest_first[1]] and page.has_more
+        assert [batch.id for batch in page.data] == [newest_first[1]] and page.has_more
         assert not bob.messages.batches.list().data
         for call in (bob.messages.batches.retrieve, bob.messages.batches.cancel):
             with pytest.raises(anthropic.NotFoundError):

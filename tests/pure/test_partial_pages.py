@@ -382,8 +382,8 @@ def test_only_sequences_that_may_read_the_cache_copy(share: bool) -> None:
     """Neither without sharing, nor with reuse=False, nor where the option is off."""
     bench = Bench(partial_pages=True, share=share)
     off = Bench()
-    for each in (bench, off):
-        each.warm(range(10, 22))
+    for planned in (bench, off):
+        planned.warm(range(10, 22))
 
     batches = [
         bench.plan(sequence_of([*range(10, 17), 90], reuse=False)),

@@ -88,8 +88,8 @@ def test_auto_is_nowhere_worse_than_lru(num_pages: int) -> None:
     random.shuffle(mixed)
 
     lost = [
-        hit_rate("lru", num_pages, each) - hit_rate("auto", num_pages, each)
-        for each in (*traces, mixed)
+        hit_rate("lru", num_pages, trace) - hit_rate("auto", num_pages, trace)
+        for trace in (*traces, mixed)
     ]
 
     assert max(lost) < 0.005, lost

@@ -71,9 +71,9 @@ def test_tokens_behind_the_end_of_an_answer_count_for_nothing() -> None:
 
         output = reader.events[-1].output
         assert output is not None
-        assert [each.token_ids for each in output.completions] == [(1, 2), (5, 6)]
-        assert [each.text for each in output.completions] == ["ab", "xy"]
-        assert [each.finish_reason for each in output.completions] == [ERROR, LENGTH]
+        assert [completion.token_ids for completion in output.completions] == [(1, 2), (5, 6)]
+        assert [completion.text for completion in output.completions] == ["ab", "xy"]
+        assert [completion.finish_reason for completion in output.completions] == [ERROR, LENGTH]
         assert output.usage.completion_tokens == 4
         assert request.num_new == 1
         ends = [event.index for event in reader.events if event.finish_reason is not None]

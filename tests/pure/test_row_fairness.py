@@ -376,5 +376,5 @@ def test_a_tenant_is_not_charged_for_a_token_past_its_end() -> None:
         outputs = bench.run()
 
         assert [len(outputs[key].token_ids) for key in keys] == [6, 6]
-        served.append([bench.core.scheduler.waiting.num_served(each) for each in requests])
+        served.append([bench.core.scheduler.waiting.num_served(request) for request in requests])
     assert served[0] == served[1]

@@ -31,7 +31,7 @@ def rendered(
     """Template messages of a conversation, and its blocks that became placeholders."""
     talk = read_messages(msgspec.convert(list(messages), list[InputMessage]))
     unserved = [(media.path, media.kind) for media in media_of(talk)]
-    return joined([each for message in talk for each in message.as_template()]), unserved
+    return joined([item for message in talk for item in message.as_template()]), unserved
 
 
 def user(*blocks: dict[str, Any]) -> dict[str, Any]:

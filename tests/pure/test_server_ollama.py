@@ -173,7 +173,10 @@ def test_two_calls_are_numbered() -> None:
     answer = ask(CHAT, body(options={"num_predict": 200}, tools=[FIND, now]), **options).json
 
     functions = [call["function"] for call in answer["message"]["tool_calls"]]
-    assert [(each["index"], each["name"]) for each in functions] == [(0, "find"), (1, "now")]
+    assert [(function["index"], function["name"]) for function in functions] == [
+        (0, "find"),
+        (1, "now"),
+    ]
 
 
 @pytest.mark.parametrize("format_", ["json", SCHEMA])
@@ -397,7 +400,7 @@ def test_a_model_that_thinks_may_be_told() -> None:
         for think in (None, False, True)
     }
 
-    assert len({tuple(each) for each in ids.values()}) == 3
+    assert len({tuple(prompt) for prompt in ids.values()}) == 3
     assert ask(CHAT, body(think=False)).status == 200
 
 

@@ -74,8 +74,8 @@ def test_the_model_is_listed_under_each_of_its_names() -> None:
     listed = get("/api/tags", aliases=["other", "with:tag", "*"]).json["models"]
     running = get("/api/ps").json["models"]
 
-    assert [each["name"] for each in listed] == ["tiny:latest", "other:latest", "with:tag"]
-    assert len({each["digest"] for each in listed}) == 1
+    assert [model["name"] for model in listed] == ["tiny:latest", "other:latest", "with:tag"]
+    assert len({model["digest"] for model in listed}) == 1
     assert running[0]["context_length"] == 2048
     for entry in (*listed, *running):
         assert entry["model"] == entry["name"]

@@ -35,7 +35,7 @@ def test_a_request_does_not_pin_a_prefix_that_is_deleted_while_it_waits() -> Non
             deleting = asyncio.create_task(bench.call("DELETE", f"{PATH}/desk"))
             await until(lambda: not bench.service.prefixes.of(""))
             gate.open()
-            assert [(await each).status for each in (first, second, deleting)] == [200] * 3
+            assert [(await answer).status for answer in (first, second, deleting)] == [200] * 3
             assert not await bench.llm.cache.pins()
 
     run(main())
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_leaves_no_pin_of_a_deleted_prefix() -> None:
             await gate.arrive()  # the second prompt
             leaving.cancel()
             gate.open()
-            assert [(await each).status for each in (first, deleting)] == [200] * 2
+            assert [(await answer).status for answer in (first, deleting)] == [200] * 2
             with pytest.raises(asyncio.CancelledError):
                 await leaving
             await bench.until_idle()

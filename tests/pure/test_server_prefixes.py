@@ -128,7 +128,7 @@ def test_tenants_see_and_use_their_own_names() -> None:
     assert "there are none" in unknown.json["error"]["message"]
     assert cache_of(first)["prefix"]["read"] > 0
     assert deleted.json == {"name": "desk", "object": "prefix", "deleted": True}
-    assert [[each["name"] for each in answer.json["data"]] for answer in listed] == [
+    assert [[entry["name"] for entry in answer.json["data"]] for answer in listed] == [
         ["desk"],
         [],
         [],
@@ -255,7 +255,7 @@ def test_a_name_is_replaced_explicitly() -> None:
 
     first, again, taken, replaced, shown, gone = run(main())
 
-    assert [each.status for each in (first, again, taken, replaced)] == [200, 200, 409, 200]
+    assert [answer.status for answer in (first, again, taken, replaced)] == [200, 200, 409, 200]
     assert "replace: true" in taken.json["error"]["message"]
     assert shown.json["system"] == "New. " + SYSTEM
     assert gone.status == 404
@@ -314,7 +314,10 @@ def test_a_compaction_reads_the_prefix() -> None:
         async with bench.running():
             made = await define(bench, system=SYSTEM)
             fields = [{"input": QUESTION, "prefix": name} for name in ("desk", "door")]
-            return [made, *[await bench.post(f"{RESPONSES}/compact", each) for each in fields]]
+            return [
+                made,
+                *[await bench.post(f"{RESPONSES}/compact", request) for request in fields],
+            ]
 
     made, compacted, unknown = run(main())
 
@@ -361,7 +364,7 @@ def test_what_cannot_be_pinned_is_refused_whole() -> None:
     assert set(statuses) == {200, 409}
     assert "delete a prefix" in answers[-1].json["error"]["message"]
     assert len(listed.json["data"]) == statuses.count(200)
-    assert all(each["pinned_tokens"] for each in listed.json["data"])
+    assert all(entry["pinned_tokens"] for entry in listed.json["data"])
     assert (long.status, long.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
@@ -437,9 +440,9 @@ def test_any_interleaving_of_calls_leaves_no_pin_without_a_name() -> None:
                 keys = [draw.choice(("key-ann", "key-bob")) for _ in range(8)]
                 statuses |= set(await asyncio.gather(*map(act, keys)))
                 named = {
-                    tuple(each.ids[: len(each.ids) // 16 * 16])
+                    tuple(prefix.ids[: len(prefix.ids) // 16 * 16])
                     for key in ("key-ann", "key-bob")
-                    for each in bench.service.prefixes.of(KEYS.caller(key).tenant)
+                    for prefix in bench.service.prefixes.of(KEYS.caller(key).tenant)
                 }
                 pins = await bench.llm.cache.pins()
                 assert {tuple(pin.key.tokens()) for pin in pins} <= named

@@ -234,7 +234,7 @@ def test_the_events_add_up_and_can_be_replayed(
         assert deltas.get(item["id"], "") == text
     assert replay == json.loads(msgspec.json.encode(events))
     kinds = [
-        [event["type"] for event in each if "delta" not in event] for each in (of_whole, replay)
+        [event["type"] for event in stream if "delta" not in event] for stream in (of_whole, replay)
     ]
     assert kinds[0] == kinds[1]
 

@@ -198,13 +198,13 @@ def test_a_load_of_a_request_that_cannot_run_yet_may_take_its_time() -> None:
     link = Link(0.0, 0.01)
     engines = [engine(link, max_num_seqs=1), VirtualEngine(COST, max_num_seqs=1)]
     seconds = []
-    for each in engines:
+    for virtual_engine in engines:
         for _ in range(2):  # the tier's first reads end, and are taken
-            each.ttft(prompts[0])
+            virtual_engine.ttft(prompts[0])
         link.page_s = 0.02
-        _, second = (each.add(prompt, max_tokens=400) for prompt in prompts)
-        begin_s = each.time.now
-        seconds.append(each.finish()[second] - begin_s)
+        _, second = (virtual_engine.add(prompt, max_tokens=400) for prompt in prompts)
+        begin_s = virtual_engine.time.now
+        seconds.append(virtual_engine.finish()[second] - begin_s)
 
     tiering = engines[0].core.tiering
     assert tiering is not None

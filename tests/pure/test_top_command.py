@@ -131,8 +131,8 @@ def test_rates_tiers_and_engines() -> None:
         for count in (100.0, 350.0)
     ]
     before, now = (
-        Snapshot("http://x", at, "12:00:00", {"version": "1", "loads": loads}, cache, (), each)
-        for at, each in zip((1.0, 3.0), samples, strict=True)
+        Snapshot("http://x", at, "12:00:00", {"version": "1", "loads": loads}, cache, (), sample)
+        for at, sample in zip((1.0, 3.0), samples, strict=True)
     )
 
     text = "\n".join(lines_of(now, before))

@@ -174,8 +174,8 @@ def test_a_withdrawn_lease_keeps_no_page() -> None:
 
     assert release_outside_window(cache, [lease], [40]) == 0
     assert release_outside_window(cache, [lease, leader, follower], [40, 40, 40]) == 8
-    for each in (lease, leader, follower):
-        cache.release(each)
+    for held_lease in (lease, leader, follower):
+        cache.release(held_lease)
     assert cache.clear() == 2
     cache.check()
 
@@ -294,11 +294,11 @@ def test_a_branch_takes_the_pages_before_windows() -> None:
     assert cache.num_available == 0
     clone, pairs = planner.fork(sequence)
     assert len(pairs) == 1
-    for each in (sequence, clone):
-        assert each.lease is not None
-        assert each.row is not None
-        assert table.pages(each.row) == [*each.lease.pages, *each.private]
-        assert not any(cache.is_free(page) for page in table.pages(each.row))
+    for own in (sequence, clone):
+        assert own.lease is not None
+        assert own.row is not None
+        assert table.pages(own.row) == [*own.lease.pages, *own.private]
+        assert not any(cache.is_free(page) for page in table.pages(own.row))
     cache.check()
 
 

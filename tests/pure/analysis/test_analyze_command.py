@@ -140,7 +140,7 @@ def test_a_second_run_compares_with_the_first(tmp_path: Path) -> None:
         text = text.replace(f"10:{number:02d}:17", "10:00:17")
     mended.write_text(text)
 
-    same, better = (run(each, "--diff", tmp_path / "old.json") for each in (log, mended))
+    same, better = (run(path, "--diff", tmp_path / "old.json") for path in (log, mended))
 
     assert "same" in same.stdout and "better" not in same.stdout
     assert "gone: clock in" in better.stdout and "better" in better.stdout

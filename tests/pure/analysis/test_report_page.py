@@ -84,7 +84,7 @@ def test_every_part_is_on_the_page() -> None:
 
     page = Page(analysis_as_html(analysis))
 
-    anchors = [finding_anchor(each, at) for at, each in enumerate(analysis.lint.findings)]
+    anchors = [finding_anchor(finding, at) for at, finding in enumerate(analysis.lint.findings)]
     links = {value[1:] for _, name, value in page.attributes if name == "href"}
     assert {*PARTS, *anchors} <= set(page.ids())
     assert links <= set(page.ids())
@@ -138,7 +138,7 @@ def test_a_hostile_log_is_reported_from_end_to_end(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     page = Page(page_file.read_text(encoding="utf-8"))
     assert "clock" in {
-        each["cause"] for each in json.loads(json_file.read_text("utf-8"))["findings"]
+        finding["cause"] for finding in json.loads(json_file.read_text("utf-8"))["findings"]
     }
     assert set(page.tags) <= ALLOWED_TAGS
     assert page.tags.count("script") == 2
