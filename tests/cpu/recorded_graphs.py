@@ -37,7 +37,7 @@ class CallRecorder(TorchDispatchMode):
     ) -> Any:
         name = str(func)
         assert "_local_scalar_dense" not in name, "the host waits for a value in a captured step"
-        assert "nonzero" not in name, "the host waits for a shape in a captured step"
+        assert not _has_shape_of_values(name, args), "the host waits for a shape in a captured step"
         assert "lift_fresh" not in name, "a captured step copies a Python value to the device"
         index = self.record(name, (*args, *sorted((kwargs or {}).items())))
         result = func(*args, **(kwargs or {}))
@@ -79,6 +79,15 @@ class CallRecorder(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return tuple(map(self._describe, value))
         return repr(value)
+
+
+def _has_shape_of_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of a result depends on values: those that are not zero, or where a mask is true."""
+    indices = args[1] if "aten.index" in name and len(args) > 1 else ()
+    is_masked = isinstance(indices, list | tuple) and any(
+        isinstance(index, Tensor) and index.dtype == torch.bool for index in indices
+    )
+    return is_masked or "nonzero" in name or "masked_select" in name
 
 
 RECORDERS: list[CallRecorder] = []  # of the functions that run, the innermost last

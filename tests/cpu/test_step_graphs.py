@@ -228,16 +228,37 @@ def copies(inputs: Tensor, step: list[int]) -> tuple[Tensor, ...]:
     return (inputs * torch.tensor([1.0, 2.0, 3.0]),)
 
 
+def waits_for_shape(inputs: Tensor, step: list[int]) -> tuple[Tensor, ...]:
+    return (inputs.nonzero(),)
+
+
+def waits_for_mask(inputs: Tensor, step: list[int]) -> tuple[Tensor, ...]:
+    return (inputs[inputs > 0],)
+
+
+def frozen_launch(inputs: Tensor, step: list[int]) -> tuple[Tensor, ...]:
+    from ramify.kernels.triton.activation import gated_activation
+
+    return (gated_activation(inputs.view(1, 3)[:, :2], "clamped_swiglu_mul", limit=float(step[0])),)
+
+
 BUFFERS = [torch.ones(3), torch.ones(3)]
 
 
 @pytest.mark.parametrize(
-    "run", [frozen_value, new_address, other_shape, other_calls, waits, copies]
-)
+    "run",
+    [
+        frozen_value, new_address, other_shape, other_calls, waits, copies, waits_for_shape,
+        waits_for_mask, frozen_launch,
+    ],
+)  # fmt: skip
 def test_what_a_graph_freezes_is_found(
     run: Callable[[Tensor, list[int]], tuple[Tensor, ...]],
 ) -> None:
-    """Python values, addresses, shapes and calls that differ at replay, and waits for the device."""
+    """Python values, addresses, shapes and calls that differ at replay, and waits for the device.
+
+    A kernel of Triton freezes what it is launched with.
+    """
     inputs, step = torch.ones(3), [0]
 
     def capture_and_replay() -> None:

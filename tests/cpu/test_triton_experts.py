@@ -155,7 +155,7 @@ def test_experts_have_the_bits_of_the_loop(dtype: torch.dtype, routing: str) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+def test_a_row_of_experts_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
     """Alone, in a chunk, in another order: the place of a pair in a block changes nothing."""
     routed, weights, x = routed_of(matrices_of(dtype)), weights_of("by chance"), rows_of(dtype)
     expected = routed(x, weights)
@@ -167,7 +167,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> N
     assert routed(x[:0], weights[:0]).shape == (0, HIDDEN)
 
 
-def test_damage_stays_in_its_row() -> None:
+def test_a_damaged_row_damages_no_other() -> None:
     """A row whose weights or values are NaN is NaN; no other is."""
     weights, x = weights_of("by chance"), rows_of(torch.float32)
     routed = routed_of(matrices_of(torch.float32))
@@ -249,7 +249,7 @@ def test_other_matrices_are_looped_over_with_a_reason(kind: str, reason: str) ->
     assert isinstance(experts, LoopedExperts)
     [verdict] = [entry for entry in ops.exactness() if entry.operation == "experts"]
     assert verdict.strategy == "loop"
-    assert verdict.reason == reason
+    assert verdict.reason == f"the host reads the routing: {reason}"
     assert verdict.reason in str(ops.reason_not_captured)
     assert experts(x, weights).isfinite().all()
 

@@ -309,11 +309,16 @@ class TorchOps:
         activation: GatedActivation,
         reason: str,
     ) -> LoopedExperts:
-        """Experts one after the other, over rows that the host reads from the routing; `reason` says why."""
+        """Experts one after the other, over rows that the host reads from the routing.
+
+        Args:
+            reason: why not otherwise, for the report.
+        """
         *gate_up, down = names
         bind = partial(Mlp, self, activation=activation, gate_up=tuple(gate_up), down=down)
         routed = tuple(bind(f"{prefix}{number}.") for number in range(num_experts))
-        self._reason_not_captured = f"experts run one after the other, as the host reads: {reason}"
+        reason = f"the host reads the routing: {reason}"
+        self._reason_not_captured = f"experts run one after the other; {reason}"
         self._record(Exactness("experts", (num_experts,), dtype_name(self.dtype), "loop", reason))
         return LoopedExperts(routed, None if shared is None else bind(shared))
 
