@@ -28,6 +28,25 @@ print(status("VmHWM") - before)
 """
 
 
+def write_large_checkpoint(path: Path, *, shards: int = 1) -> int:
+    """Write 200 MiB of weights and more without a tokenizer; returns their bytes."""
+    write_tiny_checkpoint(
+        path,
+        "llama",
+        tokenizer=False,
+        shards=shards,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        num_hidden_layers=14,
+        vocab_size=4096,
+    )
+    num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert num_bytes > 200 << 20
+    return num_bytes
+
+
 def peak_of_loading(path: Path, ops: str, program: str = PEAK) -> int:
     """Bytes that become resident while a process loads a checkpoint in float32, at most at once."""
     run = subprocess.run(
@@ -50,19 +69,6 @@ def test_peak_memory_is_that_of_the_weights(ops: str, tmp_path: Path) -> None:
     """Loading takes at most 1.2 times the bytes of the weights, packed copies included."""
     if ops == "cpu":
         pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
-    write_tiny_checkpoint(
-        tmp_path,
-        "llama",
-        tokenizer=False,
-        shards=3,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        num_hidden_layers=14,
-        vocab_size=4096,
-    )
-    num_bytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert num_bytes > 200 << 20
+    num_bytes = write_large_checkpoint(tmp_path, shards=3)
 
     assert peak_of_loading(tmp_path, ops) <= 1.2 * num_bytes

@@ -13,13 +13,12 @@ from ramify.engine.execution.ranks.rank_runner import RankRunner
 from ramify.errors import ConfigError
 from ramify.models.configs.sharding import check_divisible
 from ramify.models.loader import read_config
-from ramify.testing import write_tiny_checkpoint
 from tests.cpu.deepseek_cases import CONFIGS, save_oracle
 from tests.cpu.models.family_cases import CASES, VOCAB_SIZE, write_checkpoint
 from tests.cpu.models.test_dense_families import NUM_TOKENS, logits_of
 from tests.cpu.rank_threads import RankThreads
 from tests.cpu.test_fused_attention import NUM_PAGES, PAGE, plan_of
-from tests.cpu.test_loading_memory import PEAK, peak_of_loading
+from tests.cpu.test_loading_memory import PEAK, peak_of_loading, write_large_checkpoint
 
 # In place of `load_model` in the program that measures: rank 1 of 2, which is never run.
 LOAD_RANK = """
@@ -140,20 +139,7 @@ def test_two_ranks_round_weights_as_finely(quantize: str, ops: str, tmp_path: Pa
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_a_rank_of_two_loads_in_little_more_than_its_half(tmp_path: Path) -> None:
     """The peak of loading is at most 1.2 times the bytes of the part."""
-    write_tiny_checkpoint(
-        tmp_path,
-        "llama",
-        tokenizer=False,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        num_hidden_layers=14,
-        vocab_size=4096,
-    )
-    num_bytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert num_bytes > 200 << 20
-
+    num_bytes = write_large_checkpoint(tmp_path)
     program = PEAK.replace("load_model(model,", "load_rank(model,").replace(
         "from ramify.models.loader import load_model", LOAD_RANK
     )

@@ -1,6 +1,7 @@
 """An engine on a CUDA device beside the engine on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,17 @@ STEM = [60 + i % 7 for i in range(40)]
 PROMPTS = [[*STEM, 70 + i, 71] for i in range(4)] + [[5, 6, 7]]
 
 
+def on_device(path: Path, *, exact: bool = False, dtype: str = "float32", **options: Any) -> LLM:
+    return LLM(path, kv_cache_tokens=2048, device="cuda", exact=exact, dtype=dtype, **options)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_answers_have_the_same_bits_from_the_cache(dtype: str, tmp_path: Path) -> None:
     """Triton's operations and attention pass their probes; log probabilities are equal alone, in a batch, and warm."""
     pytest.importorskip("triton", reason="a CUDA build of torch brings triton")
     path = write_tiny_checkpoint(tmp_path / "qwen3", "qwen3")
     params = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0)
-    options = {"ops": "triton", "attention_backend": "triton", "dtype": dtype}
-    llm = LLM(path, kv_cache_tokens=2048, device="cuda", exact=True, **options)  # type: ignore[arg-type]
+    llm = on_device(path, exact=True, dtype=dtype, ops="triton", attention_backend="triton")
 
     cold = llm.generate(PROMPTS, params)
     warm = llm.generate(PROMPTS, params)
@@ -45,7 +49,7 @@ def test_deepseek_answers_are_those_of_the_cpu(name: str, is_exact: bool, tmp_pa
     prompts = [[3 + token % 90 for token in prompt] for prompt in PROMPTS]
     expected = LLM(tmp_path, kv_cache_tokens=2048, device="cpu").generate(prompts, params)
     ops = {"ops": "triton", "attention_backend": "triton"} if is_exact else {}
-    llm = LLM(tmp_path, kv_cache_tokens=2048, device="cuda", exact=is_exact, dtype="float32", **ops)  # type: ignore[arg-type]
+    llm = on_device(tmp_path, exact=is_exact, **ops)
 
     for is_warm in (False, True):
         outputs = llm.generate(prompts, params)
@@ -63,15 +67,7 @@ def test_answers_are_those_of_the_cpu(family: str, ops: str, backend: str, tmp_p
     path = write_tiny_checkpoint(tmp_path / family, family)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     expected = LLM(path, kv_cache_tokens=2048, device="cpu").generate(PROMPTS, params)
-    llm = LLM(
-        path,
-        kv_cache_tokens=2048,
-        device="cuda",
-        exact=False,
-        dtype="float32",
-        ops=ops,
-        attention_backend=backend,
-    )
+    llm = on_device(path, ops=ops, attention_backend=backend)
 
     for is_warm in (False, True):
         outputs = llm.generate(PROMPTS, params)
@@ -93,15 +89,8 @@ def test_graphs_and_overlap_change_no_token(backend: str, tmp_path: Path) -> Non
 
     for has_graphs in (False, True):
         for overlap in ("off", "on"):
-            llm = LLM(
-                path,
-                kv_cache_tokens=2048,
-                device="cuda",
-                exact=False,
-                dtype="float32",
-                attention_backend=backend,
-                decode_graphs=has_graphs,
-                overlap=overlap,
+            llm = on_device(
+                path, attention_backend=backend, decode_graphs=has_graphs, overlap=overlap
             )
 
             outputs = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS, params)]

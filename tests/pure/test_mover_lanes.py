@@ -10,7 +10,7 @@ import pytest
 from ramify.kv.mover_jobs import LookedUp, PageLookUp, PageWrite, Removal, Removed, Result, Written
 from ramify.kv.mover_lanes import MoverLanes
 from ramify.kv.stores.memory import FaultyStore, StoreFaults
-from tests.pure.test_offload import LIMIT_S, PAGE_BYTES, key, page
+from tests.pure.test_offload import LIMIT_S, PAGE_BYTES, key, page, results_of
 from tests.pure.tier_bench import memory_tier
 
 
@@ -40,11 +40,7 @@ class Setup:
         return job
 
     def results(self, count: int) -> list[Result]:
-        results: list[Result] = []
-        while len(results) < count:
-            assert self.mover.wait(LIMIT_S)
-            results += self.mover.take_results()
-        return results
+        return results_of(self.mover, count)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.kv.mover_jobs import PageRead, PageWrite, ReadEnded, Removal, Removed, Result, Written
-from ramify.kv.offload import MoverThreads, StoreJobs, WriterQueue
+from ramify.kv.offload import Mover, MoverThreads, StoreJobs, WriterQueue
 from ramify.kv.stores.memory import FaultyStore, MemoryStore, StoreFaults
 from ramify.kv.stores.page_store import PageKey, ReadOutcome
 from tests.budget import examples
@@ -46,11 +46,16 @@ class Setup:
         return job
 
     def results(self, count: int) -> list[Result]:
-        results: list[Result] = []
-        while len(results) < count:
-            assert self.mover.wait(LIMIT_S)
-            results += self.mover.take_results()
-        return results
+        return results_of(self.mover, count)
+
+
+def results_of(mover: Mover, count: int) -> list[Result]:
+    """The next results, once there are so many."""
+    results: list[Result] = []
+    while len(results) < count:
+        assert mover.wait(LIMIT_S)
+        results += mover.take_results()
+    return results
 
 
 def key(number: int) -> PageKey:
