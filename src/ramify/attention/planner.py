@@ -23,7 +23,6 @@ from ramify.attention.window_release import WindowRelease
 from ramify.cache.call_guard import guarded
 from ramify.cache.key import CacheKey, pack
 from ramify.cache.leases import Lease
-from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.errors import CacheError, ConfigError
 from ramify.kv.block_table import PagedBlockTable
@@ -274,15 +273,14 @@ class RadixAttentionPlanner:
         assert old is not None
         if lease is old:
             return
-        start = len(old.packed_pages) // ID_BYTES
         self._by_lease[lease.id] = self._by_lease.pop(old.id)
-        pages = lease.pages[start:]
+        pages = array("i", lease.packed_pages[len(old.packed_pages) :]).tolist()
         taken = sequence.private[: len(pages)]
         del sequence.private[: len(pages)]
         if taken != pages:  # the tree kept another sequence's pages for the same tokens
             self._batches.forget()
             assert sequence.row is not None
-            self.table.rewrite(sequence.row, start, pages)
+            self.table.rewrite(sequence.row, len(old.pages), pages)
 
     def _is_in_flight(self, sequence: RadixSequence) -> bool:
         """Whether it is in a plan, or committed but waiting for its leader to publish."""
@@ -349,14 +347,15 @@ class RadixAttentionPlanner:
 
     def _publish(self, sequence: RadixSequence) -> bool:
         """Publish the computed pages; False if the leader has to publish first."""
-        if sequence.lease is None or not self.share:
+        lease = sequence.lease
+        if lease is None or not self.share:
             return True
-        if sequence.num_planned or self.cache.is_blocked(sequence.lease):
+        if sequence.num_planned or (lease.num_pending and self.cache.is_blocked(lease)):
             return False  # a sequence that is planned again publishes at that plan's commit
-        end = max(sequence.shareable(sequence.num_computed), sequence.lease.num_tokens)
-        if end >= sequence.lease.num_tokens + self.page_size or sequence.lease.num_pending:
-            key = sequence.key(end)
-            self._adopt_lease(sequence, self.cache.publish(sequence.lease, key, sequence.private))
+        end = max(sequence.shareable(sequence.num_computed), lease.num_tokens)
+        if end >= lease.num_tokens + self.page_size or lease.num_pending:
+            key = sequence.key_beyond(lease, end)
+            self._adopt_lease(sequence, self.cache.publish(lease, key, sequence.private))
         return True
 
     # -- capacity and branches ----------------------------------------------------------------

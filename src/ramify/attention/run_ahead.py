@@ -71,7 +71,7 @@ class RunAhead:
                 total += num_missing
         if len(set(map(id, sequences))) != len(sequences):
             raise CacheError("a sequence is named twice in one plan")
-        pages = self._cache.reserve(total) if total else ()
+        pages = [*self._cache.reserve(total)] if total else []
         begin = 0
         for sequence, num_missing in needing_pages:
             assert sequence.row is not None

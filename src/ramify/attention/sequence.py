@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ramify.cache.content_atoms import Media, Salt
-from ramify.cache.key import CacheKey
+from ramify.cache.key import CacheKey, key_of_atoms, pack
 from ramify.cache.leases import Lease
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.partial_page import PartialPage
 from ramify.cache.session_table import Session
 from ramify.outputs import Explanation
@@ -94,3 +95,11 @@ class RadixSequence:
         salts = [salt for salt in self.salts if salt.start < len(self.tokens)]
         whole = CacheKey(self.tokens, self.namespace, media=self.media, salts=salts)
         return whole.prefix(num_tokens)
+
+    def key_beyond(self, lease: Lease, num_tokens: int) -> CacheKey:
+        """`key`, where a lease of the sequence has fewer tokens: packs and checks only the others."""
+        if self.media or self.salts:
+            return self.key(num_tokens)
+        num_leased, known = lease.num_tokens, lease.full_key
+        atoms = known.atoms[: num_leased * ATOM_BYTES] + pack(self.tokens[num_leased:num_tokens])
+        return key_of_atoms(atoms, known.namespace, ())
