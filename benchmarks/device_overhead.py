@@ -124,7 +124,7 @@ def leave_out_sampling() -> None:
     from ramify.kernels.triton import sample_batch
 
     def sample(self: sample_batch.SampleBatch, logits: Tensor) -> sample_batch.SampledRows:
-        zeros = torch.zeros(len(self.seeds), dtype=torch.int32)
+        zeros = torch.zeros(self.num_rows, dtype=torch.int32)
         return sample_batch.SampledRows(zeros + LETTER_A, zeros, logits[:, 0], logits[:, 0])
 
     setattr(device_executor, "has_sampling_kernels", lambda _device: True)  # noqa: B010

@@ -66,10 +66,10 @@ def num_calls(num_running: int, device: InstantDevice, **params: Any) -> int:
 @pytest.mark.parametrize(
     ("device", "params", "limit"),
     [
-        (InstantDevice, {}, 14),
-        (OverlappingDevice, {}, 15),
-        (OverlappingDevice, {"temperature": 0.7, "seed": 1}, 15),
-        (InstantDevice, {"presence_penalty": 0.5}, 25),
+        (InstantDevice, {}, 13),
+        (OverlappingDevice, {}, 14),
+        (OverlappingDevice, {"temperature": 0.7, "seed": 1}, 14),
+        (InstantDevice, {"presence_penalty": 0.5}, 21),
     ],
 )
 def test_a_token_takes_few_calls(

@@ -30,41 +30,44 @@ def append_sampled_tokens(
     tokens: list[int] = []
     num_tokens = len(request.output_ids)  # with `tokens`
     text, stop_reason, finish_reason = request.text, request.stop_reason, None
-    error = request.error
+    error, detokenizer = request.error, request.detokenizer
     for token in sampled.token_ids:
         tokens.append(token)
         num_tokens += 1
         if token in request.stop_token_ids:
             finish_reason, stop_reason = FinishReason.STOP, token
-            if request.params.include_stop and request.detokenizer is not None:
-                text += request.detokenizer.step(token)
+            if request.params.include_stop and detokenizer is not None:
+                text += detokenizer.step(token)
         else:
-            if request.detokenizer is not None:
+            if detokenizer is not None:
                 num_chars = len(text)
-                text += request.detokenizer.step(token)
+                text += detokenizer.step(token)
                 if request.stop_strings is not None:
                     text, stop = _truncate_at_stop_string(request, text, num_chars, num_tokens)
                     if stop is not None:
                         finish_reason, stop_reason = FinishReason.STOP, stop
             processor = request.logits_processor
             if finish_reason is None and processor is not None and len(tokens) > num_continued:
-                finish_reason, error = _grammar_end(processor, [*request.output_ids, *tokens])
+                finish_reason, error = _grammar_end(processor, request.output_ids, tokens)
             if finish_reason is None and len(request.prompt_ids) + num_tokens >= request.max_len:
                 finish_reason = FinishReason.LENGTH
         if finish_reason is not None:
             break
     request.output_ids.extend(tokens)
-    request.logprobs.extend(sampled.logprobs[: len(tokens)])
+    if sampled.logprobs:
+        request.logprobs.extend(sampled.logprobs[: len(tokens)])
     request.text, request.stop_reason = text, stop_reason
     request.pending_finish_reason, request.error = finish_reason, error
 
 
 def _grammar_end(
-    processor: LogitsProcessor, output_ids: Sequence[int]
+    processor: LogitsProcessor, output_ids: Sequence[int], tokens: Sequence[int]
 ) -> tuple[FinishReason | None, DeadEndError | None]:
-    """Finish reason and error, if its grammar allows nothing after an output; else None, None."""
+    """Finish reason and error, if it allows nothing after an output and its new tokens; else None, None."""
+    if not processor.may_end:
+        return None, None
     try:
-        return FinishReason.STOP if processor.advance(output_ids) else None, None
+        return FinishReason.STOP if processor.advance([*output_ids, *tokens]) else None, None
     except DeadEndError as error:
         return FinishReason.ERROR, error
 

@@ -126,10 +126,14 @@ class DeviceExecutor:
                 for row in range(spec.first_row, spec.first_row + spec.num_rows)
             ]
             embeddings = to_host(runner.embeddings(hidden, pooled))
+        finite_rows, is_same = (
+            to_host(sampled.are_finite),
+            sampled.are_allowed is sampled.are_finite,
+        )
         on_host = SampledRows(
             to_host(sampled.tokens),
-            to_host(sampled.are_finite),
-            to_host(sampled.are_allowed),
+            finite_rows,
+            finite_rows if is_same else to_host(sampled.are_allowed),
             None if sampled.scores is None else _scores_to_host(sampled.scores),
         )
         flags, done = to_host(are_finite), None

@@ -190,7 +190,8 @@ def rows_of(specs: Sequence[SampleSpec]) -> list[tuple[int, SampleSpec, int]]:
     """(row, its spec, number of draft tokens before it) of every row."""
     rows: list[tuple[int, SampleSpec, int]] = []
     for spec in specs:
-        rows += [(len(rows) + at, spec, at) for at in range(len(spec.draft) + 1)]
+        for at in range(len(spec.draft) + 1):
+            rows.append((len(rows), spec, at))
     return rows
 
 

@@ -70,20 +70,19 @@ def sample_by_kernels(logits: Tensor, specs: Sequence[SampleSpec]) -> SampledRow
 
 def _transformed(row: SampleRow, transform: LogitsTransform, at: int, width: int) -> SampleRow:
     """The row with bias, penalties and mask of a transform's row `at`."""
-    params, seen = transform.params, transform.token_counts
-    if seen is not None:
-        seen = seen.plus(transform.draft[:at])
-        row = row._replace(
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            seen_ids=seen.ids,
-            seen_counts=seen.counts,
-        )
+    mask, bias_ids, bias = _mask(transform, at, width), transform.bias_ids, transform.bias
+    if transform.token_counts is None:
+        return row._replace(mask=mask, bias_ids=bias_ids, bias=bias)
+    params, seen = transform.params, transform.token_counts.plus(transform.draft[:at])
     return row._replace(
-        mask=_mask(transform, at, width),
-        bias_ids=transform.bias_ids,
-        bias=transform.bias,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        mask=mask,
+        bias_ids=bias_ids,
+        bias=bias,
+        seen_ids=seen.ids,
+        seen_counts=seen.counts,
     )
 
 

@@ -157,6 +157,11 @@ class LogitsProcessor:
         has_state = self._matcher is not None or self._counter is not None
         return has_state or self._banned.reads_output
 
+    @property
+    def may_end(self) -> bool:
+        """Whether `advance` may end an answer."""
+        return self._matcher is not None or self._allowed is not None
+
     def advance(self, output_ids: Sequence[int]) -> bool:
         """Catch up with the output; returns whether the structured output is complete.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
+from ramify.engine.logits.logits_processors import LogitsProcessor, LogitsTransform
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
 from ramify.engine.step import (
@@ -35,16 +37,15 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
         else:
             ids.extend(tokens[begin:end])
         if end == len(tokens):
-            if (
-                request.children
-                or request.draft
-                or request.verify_cold
-                or request.logits_processor is not None
-            ):
+            if request.children or request.draft or request.verify_cold:
                 samples += _sample_specs(request, len(ids), end)
             else:
-                row, num_logprobs = len(ids) - 1, params.logprobs
-                samples.append(SampleSpec(request.id, row, end, params, request.seed, num_logprobs))
+                row, num_logprobs, logits = len(ids) - 1, params.logprobs, None
+                if request.logits_processor is not None:
+                    logits = _transform_of(request.logits_processor, request.output_ids)
+                samples.append(
+                    SampleSpec(request.id, row, end, params, request.seed, num_logprobs, (), logits)
+                )
         if params.prompt_embedding:
             rows = request.pooling.wanted(begin, end)
             if rows:
@@ -90,8 +91,7 @@ def build_ahead_plan(scheduled: ScheduledStep) -> StepPlan:
         ids.append(0)
         processor, logits, num_logprobs = request.logits_processor, None, params.logprobs
         if processor is not None:
-            logits = processor.for_step(request.output_ids, (), num_late=1)
-            logits = None if logits.is_identity else logits
+            logits = _transform_of(processor, request.output_ids, num_late=1)
         if request.verify_cold:
             num_logprobs = _num_logprobs(request)
         samples.append(
@@ -107,6 +107,18 @@ def build_ahead_plan(scheduled: ScheduledStep) -> StepPlan:
         all_rows=False,
         late_tokens=tuple(late),
     )
+
+
+def _transform_of(
+    processor: LogitsProcessor,
+    output_ids: Sequence[int],
+    draft: tuple[int, ...] = (),
+    *,
+    num_late: int = 0,
+) -> LogitsTransform | None:
+    """See `LogitsProcessor.for_step`; None if it leaves the logits as they are."""
+    transform = processor.for_step(output_ids, draft, num_late=num_late)
+    return None if transform.is_identity else transform
 
 
 def _num_logprobs(request: Request) -> int | None:
@@ -129,10 +141,9 @@ def _sample_specs(request: Request, stop: int, end: int) -> list[SampleSpec]:
     row, position = stop - 1 - len(draft), end - len(draft)
     for member in (request, *request.pending_children):
         num_logprobs = _num_logprobs(member)
-        processor = member.logits_processor
-        logits = None if processor is None else processor.for_step(member.output_ids, draft)
-        if logits is not None and logits.is_identity:
-            logits = None
+        processor, logits = member.logits_processor, None
+        if processor is not None:
+            logits = _transform_of(processor, member.output_ids, draft)
         samples.append(
             SampleSpec(
                 member.id, row, position, member.params, member.seed, num_logprobs, draft, logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +15,8 @@ from ramify.kernels.triton.sampling import sample_rows, top_logprobs
 
 BLOCK = 2048  # ids that a program reads at a time
 ENTRIES = 256  # biases or seen tokens likewise
-ALIGNMENT = 16  # bytes
-DTYPES = {
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-}
+ALIGNMENT, WORD = 16, 4  # bytes
+DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 TEMPERATURES = 1e-30, 1e30  # that float32 has; beyond, draws are those at the limit
 NO_IDS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_VALUES: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -62,8 +57,9 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBatch:
-    """The arguments of `sample_rows` on one device; which shapes they have is written there."""
+    """The arguments of `sample_rows` on one device; their shapes are written there, and all are flat."""
 
+    num_rows: int
     vocab_size: int
     floats: Tensor
     ints: Tensor
@@ -91,6 +87,7 @@ class SampleBatch:
         ints[2] = positions
         packed, ints[1] = _stacked(masks, vocab_size)
         return cls(
+            len(rows),
             vocab_size,
             *_upload(
                 (
@@ -114,7 +111,7 @@ class SampleBatch:
             edited: scratch like logits, for rows with biases or penalties; None allocates it.
             block: ids that a program reads at a time, a power of two; part of the arithmetic.
         """
-        rows, device = len(self.seeds), logits.device
+        rows, device = self.num_rows, logits.device
         assert logits.shape == (rows, self.vocab_size) and logits.is_contiguous()
         assert logits.dtype == torch.float32
         tokens, statuses = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
@@ -126,7 +123,7 @@ class SampleBatch:
                 self.bias_starts, self.bias_ids, self.bias,
                 self.seen_starts, self.seen_ids, self.seen_counts,
                 tokens, statuses, logprobs, log_sums,
-                VOCAB=self.vocab_size, MASK_WORDS=self.masks.shape[1], BLOCK=block, ENTRIES=ENTRIES,
+                VOCAB=self.vocab_size, MASK_WORDS=-(-self.vocab_size // 32), BLOCK=block, ENTRIES=ENTRIES,
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         return SampledRows(tokens, statuses, logprobs, log_sums)
@@ -157,23 +154,22 @@ def _joined(
 
 
 def _upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays on a device, by one copy that the host does not wait for.
+    """The entries of arrays on a device, by one copy that the host does not wait for.
 
-    Each begins at a multiple of 16 bytes: for others, Triton compiles a kernel of its own.
+    Each begins at a multiple of 16 bytes, and is padded to the next: for others, Triton compiles a
+    kernel of its own.
     """
-    ends = [*accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    spans = [
-        slice(begin, begin + array.nbytes) for begin, array in zip([0, *ends], arrays, strict=False)
-    ]
-    buffer = host.numpy()
-    for span, array in zip(spans, arrays, strict=True):
-        buffer[span] = array.reshape(-1).view(np.uint8)
+    lens = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT // WORD for array in arrays]
+    host = torch.empty(sum(lens), dtype=torch.int32, pin_memory=device.type == "cuda")
+    words, begin = host.numpy(), 0
+    for array, length in zip(arrays, lens, strict=True):
+        words[begin : begin + array.nbytes // WORD] = array.reshape(-1).view(np.int32)
+        begin += length
     # torch keeps the pinned memory until the copy is done.
-    uploaded = host.to(device, non_blocking=True)
+    uploaded = host.to(device, non_blocking=True).split(lens)
     return [
-        uploaded[span].view(DTYPES[array.dtype]).view(array.shape)
-        for span, array in zip(spans, arrays, strict=True)
+        part if array.dtype == np.int32 else part.view(DTYPES[array.dtype])
+        for part, array in zip(uploaded, arrays, strict=True)
     ]
 
 
