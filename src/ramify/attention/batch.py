@@ -186,7 +186,7 @@ class AttentionBatch:
         """
         size, num_pages = self.page_size, self.block_table.shape[1]
         positions, slots, pages = self.seq_lens_kv, self.slot_mapping + 1, self.block_table
-        in_new_page = np.flatnonzero(positions % size == 0)
+        (in_new_page,) = (positions % size == 0).nonzero()
         if len(in_new_page):
             width = -(-(self.max_kv_len + 1) // size)
             pages = np.full((len(rows), width), -1, np.int32)
