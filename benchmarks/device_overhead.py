@@ -70,14 +70,15 @@ class FrozenStep:
     """
 
     def __init__(self, outputs: Outputs) -> None:
-        hidden, logits = outputs
+        hidden, logits, are_finite = outputs
         logits = logits.clamp(max=0.0)
         logits[torch.arange(len(logits)), LETTER_A + torch.arange(len(logits)) % 26] = 1.0
-        self._outputs = hidden, logits
+        self._outputs = hidden, logits, are_finite
 
     def replay(self) -> Outputs:
-        """See `CapturedStep`; copies, since sampling may overwrite logits."""
-        return tuple([output.clone() for output in self._outputs])
+        """See `CapturedStep`; a copy of the logits, which sampling may overwrite."""
+        hidden, logits, are_finite = self._outputs
+        return hidden, logits.clone(), are_finite
 
 
 class FrozenGraphs:

@@ -24,7 +24,7 @@ from ramify.engine.execution.host_copies import to_device, to_host
 from ramify.engine.execution.kernel_sampler import has_sampling_kernels, sample_by_kernels
 from ramify.engine.execution.local_executor import SCORED_ROWS, is_out_of_memory, nonfinite_problem
 from ramify.engine.execution.runner import ModelRunner
-from ramify.engine.execution.step_graphs import DecodeGraphs
+from ramify.engine.execution.step_graphs import DecodeGraphs, finite_rows
 from ramify.engine.step import PromptLogprobSpec, SampleSpec, StepPlan, StepResult
 from ramify.errors import StepMemoryError
 from ramify.outputs import TokenLogprob
@@ -110,8 +110,7 @@ class DeviceExecutor:
     def _queue(self, plan: StepPlan, before: _LaunchedStep | None) -> _LaunchedStep:
         runner, device = self.runner, self.runner.pool.device
         late_ids = None if before is None else _late_ids(plan, before)
-        hidden, logits = self._forward(plan, late_ids)
-        are_finite = hidden.isfinite().all(-1)
+        hidden, logits, are_finite = self._forward(plan, late_ids)
         if logits is not None:
             sampled = self._sample(logits, plan.samples)
         else:
@@ -126,34 +125,36 @@ class DeviceExecutor:
                 for row in range(spec.first_row, spec.first_row + spec.num_rows)
             ]
             embeddings = to_host(runner.embeddings(hidden, pooled))
-        finite_rows, is_same = (
-            to_host(sampled.are_finite),
-            sampled.are_allowed is sampled.are_finite,
-        )
+        flags = to_host(sampled.are_finite)
+        is_greedy = sampled.are_allowed is sampled.are_finite
         on_host = SampledRows(
             to_host(sampled.tokens),
-            finite_rows,
-            finite_rows if is_same else to_host(sampled.are_allowed),
+            flags,
+            flags if is_greedy else to_host(sampled.are_allowed),
             None if sampled.scores is None else _scores_to_host(sampled.scores),
         )
-        flags, done = to_host(are_finite), None
+        hidden_flags, done = to_host(are_finite), None
         if device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
-        return _LaunchedStep(plan, sampled.tokens, on_host, flags, prompt_scores, embeddings, done)
+        return _LaunchedStep(
+            plan, sampled.tokens, on_host, hidden_flags, prompt_scores, embeddings, done
+        )
 
     def _sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> SampledRows:
         if self._has_kernels and not (self._by_rejection and any(spec.draft for spec in specs)):
             return sample_by_kernels(logits, specs)
         return sample_rows(logits, specs, by_rejection=self._by_rejection)
 
-    def _forward(self, plan: StepPlan, late_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows [T, hidden_size], and logits of the rows to sample from; None without any."""
+    def _forward(
+        self, plan: StepPlan, late_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Hidden rows [T, hidden_size], logits to sample from or None, whether hidden rows are finite."""
         if self._decode is not None and self._decode.can_run(plan):
             return self._decode.run(plan, late_ids)
         hidden = self.runner.forward(plan, late_ids)
         rows = [spec.row + at for spec in plan.samples for at in range(len(spec.draft) + 1)]
-        return hidden, self.runner.logits(hidden, rows) if rows else None
+        return hidden, self.runner.logits(hidden, rows) if rows else None, finite_rows(hidden)
 
     def _score_prompt(self, hidden: Tensor, spec: PromptLogprobSpec) -> list[Scores]:
         chunks: list[Scores] = []

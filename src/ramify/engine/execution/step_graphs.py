@@ -121,8 +121,10 @@ class DecodeGraphs:
             and plan.request_ids == tuple([spec.request_id for spec in plan.samples])
         )
 
-    def run(self, plan: StepPlan, late_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, hidden_size] and logits [B, vocab_size] of a step; they hold until the next.
+    def run(self, plan: StepPlan, late_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden rows [B, hidden_size], logits [B, vocab_size], and whether hidden rows are finite [B].
+
+        They hold until the next step.
 
         Args:
             late_ids: see `ModelRunner.forward`.
@@ -144,15 +146,15 @@ class DecodeGraphs:
             step = self._graphs.capture(lambda: self._forward(bucket, key))
             self.num_captured += 1
         self._captured[bucket, key] = step
-        hidden, logits = step.replay()
+        hidden, logits, are_finite = step.replay()
         self.num_replayed += 1
-        return hidden[:num_rows], logits[:num_rows]
+        return hidden[:num_rows], logits[:num_rows], are_finite[:num_rows]
 
     def _forward(self, bucket: int, key: Hashable) -> Outputs:
         ids, positions, slots = (words[:bucket] for words in self._inputs)
         attention = self._source.attention(key, positions, slots)
         hidden = self._model.forward(ids, ForwardStep(positions, attention))
-        return hidden, self._model.logits(hidden)
+        return hidden, self._model.logits(hidden), finite_rows(hidden)
 
     def _send_inputs(
         self, plan: StepPlan, bucket: int, extra: NDArray[np.int64], late_ids: Tensor | None
@@ -181,6 +183,11 @@ class DecodeGraphs:
             self._graphs.drop()
         while len(self._captured) > num_kept:
             self._captured.popitem(last=False)
+
+
+def finite_rows(hidden: Tensor) -> Tensor:
+    """Whether all of each row [T, hidden_size] is finite: [T] bool."""
+    return hidden.isfinite().all(-1)
 
 
 def row_bucket(num_rows: int, multiple: int = 1) -> int:
