@@ -161,7 +161,7 @@ def test_a_restart_goes_on(tmp_path: Path) -> None:
         ({"requests": [{"custom_id": "a"}]}, "requests[0]"),
         (
             {"requests": [{"custom_id": "a b", "params": {}}]},
-            "requests[0].custom_id: 'a b' is not possible. A custom_id has 1 to 64 characters",
+            'requests[0].custom_id: "a b" is not possible. A custom_id has 1 to 64 characters',
         ),
         ({"requests": [{"custom_id": "a", "params": 5}]}, "requests[0].params"),
         ({"requests": [{"custom_id": "a", "params": {}}] * 2}, "requests[1].custom_id"),

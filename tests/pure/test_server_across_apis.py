@@ -74,6 +74,26 @@ def test_a_field_of_another_api_is_refused(
     assert way_out in message
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "way_out"),
+    [
+        (CHAT, "prompt", "/v1/completions"),
+        (CHAT, "input", "send messages"),
+        (COMPLETIONS, "messages", "/v1/chat/completions"),
+        (COMPLETIONS, "input", "send prompt"),
+        (MESSAGES, "prompt", "send messages"),
+        ("/v1/messages/count_tokens", "input", "send messages"),
+    ],
+)
+def test_the_prompt_of_another_api_is_recognised_alone(path: str, field: str, way_out: str) -> None:
+    """It is named with the way out, before the field that is missing."""
+    answer = ask(path, {"model": "tiny", "system": "Hi", field: chat("Hi")["messages"]})
+
+    message, param = message_and_param(answer)
+    assert (answer.status, param) == (400, field)
+    assert way_out in message
+
+
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_values_that_change_nothing_pass(path: str) -> None:
     """Without a warning: clients send them with every request."""

@@ -31,7 +31,7 @@ def test_a_value_that_looks_like_a_path_is_not_searched_for_steps() -> None:
         decode_body(body, ChatRequest)
 
     assert caught.value.param == "prompt_cache_retention"
-    assert caught.value.message.startswith("Invalid enum value ' - at `[[[")
+    assert caught.value.message.startswith('" - at `[[[')
 
 
 @pytest.mark.parametrize("arguments", ["[" * 5000, '{"a":' * 900 + "1" + "}" * 900])

@@ -71,7 +71,76 @@ def test_an_unknown_role_is_refused_with_the_list() -> None:
     error = answer.json["error"]
     assert (answer.status, error["param"]) == (400, "messages[0].role")
     for role in ("system", "developer", "user", "assistant", "tool"):
-        assert repr(role) in error["message"]
+        assert json.dumps(role) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 3}, "temperature: 3 is not possible; it must be between 0 and 2"),
+        ({"n": 0}, "n: 0 is not possible; it must be between 1 and 128"),
+        ({"max_tokens": -2}, "max_tokens: -2 is not possible; it must be at least -1"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty: 0 is not possible; it must be more than 0 and at most 10",
+        ),
+        ({"messages": []}, "messages: it is empty; it must have at least 1 item"),
+        ({"messages": None}, "messages: null is not possible; it must be an array"),
+        ({"stop": 5}, "stop: 5 is not possible; it must be a string, an array or null"),
+        ({"stop": ""}, "stop: it is empty; it must have at least 1 character"),
+        (
+            {"session_id": "a" * 257},
+            "session_id: it has 257 characters; it must have at most 256 chara",
+        ),
+        ({"seed": 2**70}, f"seed: {2**70} is not possible; it must be at most {2**63 - 1}"),
+        ({"temperature": "9" * 200}, f'temperature: "{"9" * 97}...", of 200 characters, is not '),
+        (
+            {"logit_bias": {"5": 101}},
+            "logit_bias[...]: this value is not possible; it must be betw",
+        ),
+        ({"stream": {}}, "stream: an object is not possible; it must be true, false or null"),
+        (
+            {"tool_choice": "maybe"},
+            'tool_choice: "maybe" is not possible; it must be "auto", "none" or "required"',
+        ),
+        ({"messages": [{}]}, "messages[0].role: it is missing"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_value_and_the_limit(
+    fields: dict[str, Any], message: str
+) -> None:
+    """Field, value and what is possible, in the words of JSON; the field is in `param` too."""
+    answer = ask(CHAT, chat("Hi") | fields)
+
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert error["message"].startswith(message)
+    assert error["message"].startswith(f"{error['param']}: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "the body is empty; send a JSON object"),
+        (b" \n", "the body is empty; send a JSON object"),
+        (b'{"messages": [', "the body is not JSON: it ends too early"),
+        (b'{"user": "\xff"}', "the body is not JSON: its text is not UTF-8"),
+        (b"[]", "the body is an array, which is not possible; it must be an object"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused_in_plain_words(body: bytes, reason: str) -> None:
+    """What is wrong with it, without Python's words."""
+    answer = ask(CHAT, body)
+
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith(reason)
+
+
+def test_a_fault_in_a_name_that_stands_twice_is_refused() -> None:
+    """The fault may be in a value that the last one hides."""
+    answer = ask(CHAT, b'{"messages": [{"role": "user"}, 5], "messages": []}')
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages[1]")
 
 
 NULLABLE = [

@@ -1,5 +1,6 @@
 """Definitions of named prefixes: names, shapes, limits, and what is refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -48,7 +49,10 @@ def test_hostile_names_are_refused() -> None:
                 made = await define(bench, name=name, system="Be kind.")
                 assert made.status == 400, (name, made.body)
                 if name != "\ud800":  # no JSON
-                    assert repr(name)[:-1] in error_of(made)[1] or len(name) > 100
+                    assert (
+                        json.dumps(name, ensure_ascii=False)[:-1] in error_of(made)[1]
+                        or len(name) > 100
+                    )
                     assert "1 to 128 characters: ASCII letters" in error_of(made)[1]
                 for path in APIS:
                     used = await bench.post(path, body(path, QUESTION, prefix=name))
@@ -123,7 +127,7 @@ def test_the_shapes_of_all_apis_make_the_same_prefix() -> None:
     ("fields", "words"),
     [
         ({}, "needs system, messages or tools"),
-        ({"system": "Hi", "ttl_s": 0}, "> 0"),
+        ({"system": "Hi", "ttl_s": 0}, "ttl_s: 0 is not possible; it must be more than 0"),
         ({"prompt": "Hi"}, "send system or messages"),
         ({"system": "Hi", "model": "other"}, "'other' is not served"),
         ({"messages": [{"role": "boss", "content": "Hi"}]}, "boss"),

@@ -167,7 +167,7 @@ def test_a_choice_that_cannot_be_served_is_refused(choice: object, named: str) -
         ({"input": []}, 400, "input"),
         ({"input": [{"role": "user", "content": 3}]}, 400, "input[0].content"),
         ({"input": [{"type": "poem", "text": "roses"}]}, 400, "input[0].type"),
-        ({"tools": [{"type": "function"}]}, 400, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
         ({"tools": [{"name": "x"}]}, 400, "tools[0].type"),
         (
             {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ramify.errors import (
@@ -50,6 +51,11 @@ def _sendable(text: str, limit: int) -> str:
     return shortened(text, limit).encode("utf-8", "replace").decode()
 
 
+def _begins_with(message: str, field: str) -> bool:
+    """Whether a message begins with a field: `n is …`, `the model …`."""
+    return re.match(rf"(the )?{re.escape(field)}(?![\w.\[])", message) is not None
+
+
 class ApiError(RamifyError):
     """An error response: HTTP status and body in the form of each API.
 
@@ -85,9 +91,10 @@ class ApiError(RamifyError):
 
     def openai(self) -> dict[str, Any]:
         """The body in OpenAI's form."""
+        is_named = not self.param or _begins_with(self.message, self.param)
         return {
             "error": {
-                "message": self.message,
+                "message": self.message if is_named else f"{self.param}: {self.message}",
                 "type": OPENAI_ERROR_TYPES.get(self.status, "server_error"),
                 "param": self.param,
                 "code": self.code,
@@ -126,6 +133,12 @@ class ContextLengthError(ApiError):
         )
         self._anthropic_message = f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum"
         self._anthropic_message += note
+
+    def openai(self) -> dict[str, Any]:
+        """The body in OpenAI's form; its message alone, because clients compare how it begins."""
+        body = super().openai()
+        body["error"]["message"] = self.message
+        return body
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
         """The body in Anthropic's form."""

@@ -21,7 +21,8 @@ from ramify.server.batches.records import WINDOW_S, BatchRecord, LineCounts
 from ramify.server.batches.store import new_id
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.request_body import validation_error, without_mark
+from ramify.server.http.body_errors import not_json, validation_error
+from ramify.server.http.request_body import without_mark
 from ramify.server.http.wire import whole_number
 
 ENDPOINT = "/v1/messages"
@@ -92,7 +93,7 @@ def _lines(body: bytes | bytearray) -> tuple[bytes, int]:
         read = partial(msgspec.json.decode, without_mark(body))
         raise validation_error(error, MessageBatchRequest, read) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise not_json(error) from None
     if not 0 < len(items) <= MAX_LINES:
         raise ApiError(
             400, f"the number of requests is {len(items)}; send 1 to {MAX_LINES}", param="requests"
@@ -108,7 +109,7 @@ def _lines(body: bytes | bytearray) -> tuple[bytes, int]:
             read = partial(msgspec.json.decode, item)
             raise validation_error(error, MessageBatchItem, read, where) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"it is not JSON: {error}", param=where) from None
+            raise not_json(error, "it", where) from None
         if not params.startswith(b"{"):
             raise ApiError(400, "it is not an object", param=f"{where}.params")
         if request.custom_id in ids:

@@ -1,29 +1,20 @@
-"""Decode request bodies: a byte order mark and `2.0` for an integer pass, errors name what is allowed.
-
-A type with a pattern, `Annotated[str, Meta(pattern=..., description=...)]`, says in its description what
-fits: that is in the error, in place of the pattern.
-"""
+"""Decode request bodies: a byte order mark and `2.0` for an integer pass; see `body_errors` for errors."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import inspect
 
-from ramify.errors import shortened
 from ramify.server.errors import ApiError
+from ramify.server.http.body_errors import not_json, validation_error
 from ramify.server.http.json_limits import check_json_limits
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INTEGRAL = re.compile(rb"(-?[0-9]{1,19})\.0{1,20}")
-_PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[([^\]]*)\]")
-_BEFORE_PATH = " - at `"
-NUM_QUOTED = 100  # characters of a value
 
 T = TypeVar("T")
 
@@ -36,6 +27,8 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     """
     check_json_limits(body)
     body = without_mark(body)
+    if not body or body.isspace():
+        raise ApiError(400, "the body is empty; send a JSON object")
     try:
         try:
             return msgspec.json.decode(body, type=kind)
@@ -47,7 +40,7 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise validation_error(error, kind, partial(msgspec.json.decode, body)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise not_json(error) from None
 
 
 def convert_value(value: object, kind: type[T], where: str = "") -> T:
@@ -93,8 +86,8 @@ def extra_fields(body: bytes | bytearray, kind: type) -> dict[str, msgspec.Raw]:
 def _raw_fields(body: bytes | bytearray) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except UnicodeDecodeError as error:  # decoding to a type does not look at unknown names
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what no type has looked at
+        raise not_json(error) from None
 
 
 def _with_integers(body: bytes | bytearray) -> bytes | None:
@@ -106,94 +99,3 @@ def _with_integers(body: bytes | bytearray) -> bytes | None:
         if (match := _INTEGRAL.fullmatch(memoryview(value)))
     }
     return msgspec.json.encode(fields | integers) if integers else None
-
-
-def validation_error(
-    error: msgspec.ValidationError, kind: type, read: Callable[[], object], where: str = ""
-) -> ApiError:
-    """The error for a value at `where` that does not fit a type; it says what fits an enum or a pattern.
-
-    Args:
-        read: decodes what was converted, so that the message can quote the value.
-    """
-    # The message may quote the value, the path has nothing that a client wrote: it is the last.
-    message, _, path = str(error).rpartition(_BEFORE_PATH)
-    message, path = (message, path.removesuffix("`")) if message else (path, "")
-    path = path.removeprefix("key in ").removeprefix("$")
-    if message.startswith("Invalid enum value"):
-        choices = sorted(map(repr, allowed_values(kind, path)))
-        message += f"; the values are {', '.join(choices)}" if choices else ""
-    elif message.startswith("Expected `str` matching regex"):
-        message = _wrong_text(kind, path, read) or message
-    return ApiError(400, message, param=(where + path).lstrip(".") or None)
-
-
-def allowed_values(kind: type, path: str) -> set[Any]:
-    """The literals that a type allows at a path such as `.messages[0].role`."""
-    return {
-        value
-        for info in _types_at(kind, path)
-        if isinstance(info, inspect.LiteralType)
-        for value in info.values
-    }
-
-
-def _wrong_text(kind: type, path: str, read: Callable[[], object]) -> str:
-    """The text at a path, and what its type's description says of texts that fit; "" if it has none."""
-    descriptions = {
-        (info.extra_json_schema or {}).get("description", "")
-        for info in _types_at(kind, path)
-        if isinstance(info, inspect.Metadata)
-    }
-    text = _value_at(read, path)
-    if len(descriptions) != 1 or not isinstance(text, str):
-        return ""
-    length = f", of {len(text)} characters," if len(text) > NUM_QUOTED else ""
-    return f"{shortened(text, NUM_QUOTED)!r}{length} is not possible. {descriptions.pop()}"
-
-
-def _value_at(read: Callable[[], Any], path: str) -> Any:
-    """The value at a path; None if it cannot be read, or the path does not name its keys."""
-    try:
-        value = read()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # wrong behind the value, too
-        return None
-    for name, index in _PATH_STEP.findall(path):
-        if name and isinstance(value, dict):
-            value = value.get(name)
-        elif index.isdecimal() and isinstance(value, list):
-            value = value[int(index)]
-        else:
-            return None
-    return value
-
-
-def _types_at(kind: type, path: str) -> list[inspect.Type]:
-    """The types of values at a path; of a union, its members."""
-    types = [_type_info(kind)]
-    for name, _ in _PATH_STEP.findall(path):
-        types = [inner for outer in types for inner in _step_into(outer, name)]
-    return types
-
-
-@lru_cache(64)
-def _type_info(kind: type) -> inspect.Type:
-    return inspect.type_info(kind)
-
-
-def _step_into(outer: inspect.Type, name: str) -> Iterator[inspect.Type]:
-    """The types of a field, or of the items if `name` is ""; a union's members one by one."""
-    inner: list[inspect.Type] = []
-    match outer:
-        case inspect.Metadata():
-            yield from _step_into(outer.type, name)
-        case inspect.StructType() if name:
-            inner = [item.type for item in outer.fields if item.encode_name == name]
-        case inspect.ListType() if not name:
-            inner = [outer.item_type]
-        case inspect.DictType() if not name:
-            inner = [outer.value_type]
-        case _:
-            pass
-    for info in inner:
-        yield from info.types if isinstance(info, inspect.UnionType) else (info,)

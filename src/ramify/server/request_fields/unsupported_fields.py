@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.server.errors import ApiError
+from ramify.server.http.body_errors import MissingFieldError
 from ramify.server.http.request_body import decode_body, extra_fields
 from ramify.server.http.wire import log_safe
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PROMPT_FIELDS = ("messages", "prompt", "input")  # each of another API
 MAX_NAMED = 20  # unknown fields in a warning
 MAX_NAME_CHARS = 64
 MAX_LOGGED = 1000  # names, then the log has enough
@@ -85,7 +87,16 @@ def decode_request(
     Raises:
         ApiError: 400, it does not fit the type, or has a refused field.
     """
-    request = decode_body(body, kind)
+    try:
+        request = decode_body(body, kind)
+    except MissingFieldError:
+        if (
+            unsupported is not None
+        ):  # a field of another API says more than the one that it stands for
+            fields = extra_fields(body, kind)
+            unsupported.unknown({name: fields[name] for name in PROMPT_FIELDS if name in fields})
+            unsupported.unknown(fields)
+        raise
     return request, [] if unsupported is None else unsupported.unknown(extra_fields(body, kind))
 
 
