@@ -28,7 +28,9 @@ ELSEWHERE = {
 }
 NOT_RUN = {"docs/clients.md": "packages that `make clients` installs"}
 CLIENTS = ("anthropic", "ollama", "openai")  # of the extra `dev`
-SERVER = "http://127.0.0.1:8000"
+SERVER = re.compile(r"http://127\.0\.0\.1:(\d+)")
+# Its model, and its port.
+SERVE = re.compile(r"^ramify serve ([a-z][\w-]*)(?:.*? --port (\d+))?", re.MULTILINE)
 # What a page leaves to its reader.
 STAND_INS = {
     'llm = LLM("path/to/checkpoint",': 'from ramify import LLM\nllm = LLM("ramify-tiny",',
@@ -57,14 +59,20 @@ PAGES = [page for page in pages_with_python() if not runner_of(page) and page no
 
 @contextlib.contextmanager
 def stand_ins_for(text: str) -> Iterator[dict[str, str]]:
-    """What stands for texts of a page: a running server for the usual address, a model that is here."""
+    """What stands for texts of a page: a running server, of its model, for that of its commands."""
     replaced = {name: value for name, value in STAND_INS.items() if name in text}
-    if not any(SERVER in code for code in blocks(text, "python")):
+    addresses = {
+        match[0]: match[1] for code in blocks(text, "python") for match in SERVER.finditer(code)
+    }
+    if not addresses:
         yield replaced
         return
     options: dict[str, Any] = {"batch_dir": Path.cwd() / "batches"} if "--batch-dir" in text else {}
-    with live(model="ramify-tiny", **options) as server:
-        yield replaced | {SERVER: server.url}
+    served = SERVE.search(text)
+    model, port = served.groups() if served else ("ramify-tiny", None)
+    assert set(addresses.values()) == {port or "8000"}
+    with live(model=model, **options) as server:
+        yield replaced | dict.fromkeys(addresses, server.url)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -84,6 +92,8 @@ def test_every_block_of_python_runs(
     for value in list(names.values()):
         if isinstance(value, LLM):
             value.close()
+        counts = getattr(value, "request_counts", None)  # of a batch
+        assert not (getattr(counts, "failed", 0) or getattr(counts, "errored", 0))
 
 
 @pytest.mark.parametrize("page", [page for page in pages_with_python() if runner_of(page)])
