@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 SCHEMA = 1
 CONSTANTS = ("step_s", "token_s", "read_s")
@@ -49,7 +50,7 @@ class CostModel:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"the cost file {path} cannot be read: {error}; it needs the numbers "
+                f"the cost file {path} cannot be read: {reason_of(error, path)}; it needs the numbers "
                 f"{', '.join(CONSTANTS)}, in seconds and not negative, as `ramify calibrate MODEL "
                 "--json FILE` writes them"
             ) from error

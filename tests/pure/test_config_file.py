@@ -97,7 +97,7 @@ def test_a_flag_goes_before_the_file(tmp_path: Path) -> None:
         ("[cash]\npage_size = 3", "unknown option 'cash'"),
         ("config = 'other.toml'", "unknown option 'config'"),
         ("page_size = 3\n[cache]\npage-size = 4", "page_size twice"),
-        ("page_size = ", "cannot be read"),
+        ("page_size = ", "ramify.toml cannot be read: it is not TOML: Invalid value"),
         ("page_size = 'x'", "'--page-size': 'x' is no whole number"),
         ("exact = 'maybe'", "'--exact': 'maybe' is neither true nor false"),
         ("dtype = 'float8'", "'--dtype': 'float8' is not one of 'auto'"),

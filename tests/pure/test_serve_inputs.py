@@ -1,21 +1,26 @@
 """`ramify serve` finds wrong options before it loads a model."""
 
+import json
 import socket
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 
 from ramify.config import EngineConfig, resolve
 from ramify.errors import ConfigError, RamifyError
+from ramify.reasons import reason_of
 from ramify.server.http.listen_address import bind_address
 
 pytest.importorskip("starlette")
 
 from ramify.server.run import ServeInputs, ServeOptions, concurrency, serve
+from ramify.server.tenants import ApiKeys, hash_key
 
 LOCAL = "127.0.0.1"
+HASH = hash_key("k")
 
 
 @pytest.fixture
@@ -71,6 +76,77 @@ def test_a_file_that_cannot_be_used_is_found_before_the_model_loads(
 
     with pytest.raises(RamifyError, match="missing"):
         ServeInputs.of(options)
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    """The path once and the reason: no number of the system, no name of a class."""
+    missing, broken, latin = (tmp_path / name for name in ("missing", "broken", "latin"))
+    broken.write_text('{"keys": [}')
+    latin.write_bytes('{"é": 1}'.encode("latin-1"))
+
+    reasons = {}
+    for path in (missing, broken, latin):
+        with pytest.raises(ConfigError) as caught:
+            ApiKeys.load(path)
+        reasons[path] = str(caught.value).removeprefix(f"the key file {path} cannot be read: ")
+
+    assert reasons == {
+        missing: "No such file or directory",
+        broken: "it is not JSON: Expected value at line 1, column 11",
+        latin: "it is not UTF-8: byte 0xe9 at 2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "named", "reason"),
+    [
+        (OSError(13, "Permission denied", "a/b"), "a/./b", "Permission denied"),
+        (OSError(13, "Permission denied", "a/b"), Path("a"), "a/b: Permission denied"),
+        (OSError(13, "Permission denied", b"a/b"), None, "a/b: Permission denied"),
+        (OSError(5, "Input/output error"), "a", "Input/output error"),
+        (TimeoutError("timed out"), None, "timed out"),
+        (OSError(), None, "OSError"),
+        (URLError(OSError(111, "Connection refused")), None, "Connection refused"),
+        (URLError("unknown url type: x"), None, "unknown url type: x"),
+        (RecursionError("maximum recursion depth"), None, "it is nested too deeply"),
+        (ValueError("out of range"), None, "out of range"),
+    ],
+)
+def test_the_reason_of_an_error_names_a_path_that_the_message_lacks(
+    error: Exception, named: str | Path | None, reason: str
+) -> None:
+    """And none that it has."""
+    assert reason_of(error, named) == reason
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ([], 'is no object with a list "keys"'),
+        ({"keys": {}}, 'is no object with a list "keys"'),
+        ({"keys": []}, "has no keys"),
+        ({"keys": ["k"]}, "keys[0] is 'k' but it must be an object with hash, tenant"),
+        (
+            {"keys": [{"hash": "sha256:xyz"}]},
+            "keys[0] has hash='sha256:xyz' but it must be sha256:",
+        ),
+        ({"keys": [{"hash": HASH, "z": 1, "a": 1}]}, "has the unknown z, a; its fields are hash,"),
+        ({"keys": [{"hash": HASH, "quota": 5}]}, "keys[0].quota is 5 but it must be an object"),
+        ({"keys": [{"hash": HASH, "quota": {"x": 5}}]}, "keys[0].quota has the unknown x; its"),
+        (
+            {"keys": [{"hash": HASH, "quota": {"max_requests": -1}}]},
+            "keys[0].quota has max_requests=-1 but it must be an integer >= 0",
+        ),
+    ],
+)
+def test_a_wrong_key_file_names_the_entry(tmp_path: Path, entries: object, problem: str) -> None:
+    """With the value and what is possible, not the words of Python."""
+    (tmp_path / "keys.json").write_text(json.dumps(entries))
+
+    with pytest.raises(ConfigError) as caught:
+        ApiKeys.load(tmp_path / "keys.json")
+
+    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import typer
 from ramify.cli.options import DEFAULT_MODEL, PANELS, engine_options, exit_on_error
 from ramify.errors import ConfigError, RamifyError
 from ramify.params import SamplingParams
+from ramify.reasons import reason_of
 
 HELP = "/exit ends, /clear starts a new conversation, Ctrl-C stops an answer, Ctrl-D ends"
 TIMEOUT_S = 600.0
@@ -88,7 +89,7 @@ class RemoteBackend:
             with self._open("/models", None) as response:
                 return str(json.load(response)["data"][0]["id"])
         except (ChatError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{self._base} lists no model: {error}") from error
+            raise ConfigError(f"{self._base} lists no model: {reason_of(error)}") from error
 
     def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -98,7 +99,7 @@ class RemoteBackend:
         except urllib.error.HTTPError as error:
             raise ChatError(f"{error.code}: {_message_of(error.read())}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ChatError(str(error)) from error
+            raise ChatError(reason_of(error)) from error
 
     def close(self) -> None:
         """See `Backend`; the server goes on."""
@@ -130,7 +131,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                 yield json.loads(line[5:])
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ChatError(f"the answer broke off: {error}") from error
+        raise ChatError(f"the answer broke off: {reason_of(error)}") from error
 
 
 def _usage_of(usage: Mapping[str, Any] | None) -> TurnUsage | None:

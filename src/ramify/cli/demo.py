@@ -27,6 +27,7 @@ from ramify.counts import counted
 from ramify.errors import ConfigError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+from ramify.reasons import reason_of
 
 if TYPE_CHECKING:
     from ramify.engine.llm import LLM
@@ -149,14 +150,14 @@ def load_quiz(path: Path, num_questions: int) -> Quiz:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--document {path} cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"--document {path} cannot be read: {reason_of(error, path)}") from error
     if path.suffix == ".json":
         try:
             return _from_json(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"--document {path} must hold document and questions (each with question, and "
-                f"answer if it is known): {error!r}"
+                f"answer if it is known): {reason_of(error)}"
             ) from error
     words = list(dict.fromkeys(re.findall(r"[^\W\d_]{4,}", text)))
     if not words:

@@ -21,6 +21,7 @@ from ramify.cli.options import (
 )
 from ramify.counts import counted
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 if TYPE_CHECKING:
     from ramify.outputs import RequestOutput
@@ -105,7 +106,7 @@ def _read(path: Path) -> str:
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {reason_of(error, path)}") from error
 
 
 def _summary(output: RequestOutput) -> str:

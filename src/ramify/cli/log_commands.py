@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 import typer
 
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 LogFiles = Annotated[list[Path], typer.Argument(help="Files of a log; - is standard input.")]
 LogFormat = Annotated[
@@ -130,4 +131,4 @@ def opened(path: Path) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8", errors="backslashreplace") as out:
             yield out
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be written: {reason_of(error, path)}") from error

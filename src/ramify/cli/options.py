@@ -28,6 +28,7 @@ from ramify.config import (
     option_advice,
 )
 from ramify.errors import ConfigError, RamifyError, UnknownOptionError
+from ramify.reasons import reason_of
 
 CHOICES = {
     "dtype": DTYPES,
@@ -157,7 +158,9 @@ def read_config_file(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the config file {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the config file {path} cannot be read: {reason_of(error, path)}"
+        ) from error
     entries: list[tuple[str, Any]] = []
     for name, value in document.items():
         is_section = isinstance(value, dict) and name in SECTIONS
@@ -194,7 +197,8 @@ def exit_on_error(errors: tuple[type[Exception], ...] = (RamifyError,)) -> Itera
     try:
         yield
     except errors as error:
-        typer.echo(f"error: {error}", err=True)
+        message = reason_of(error) if isinstance(error, OSError) else error
+        typer.echo(f"error: {message}", err=True)
         raise typer.Exit(2) from None
 
 

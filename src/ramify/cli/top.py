@@ -18,6 +18,7 @@ import typer
 from ramify.cli.options import exit_on_error
 from ramify.counts import counted
 from ramify.errors import ConfigError, RamifyError
+from ramify.reasons import reason_of
 
 TIMEOUT_S = 10.0
 BAR_CHARS = 24
@@ -97,7 +98,9 @@ class Watched:
         try:
             value = json.loads(self._read(path))
         except ValueError as error:
-            raise UnreachableError(f"{self.url}{path} is no JSON: {error}") from error
+            raise UnreachableError(
+                f"{self.url}{path} cannot be read: {reason_of(error)}"
+            ) from error
         if not isinstance(value, dict):
             raise UnreachableError(f"{self.url}{path} is no JSON object; is this a Ramify server?")
         return value
@@ -112,7 +115,7 @@ class Watched:
             hint = "; give the operator's key with --api-key" if error.code in (401, 403) else ""
             raise UnreachableError(f"{self.url}{path} answers {error.code}{hint}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"{self.url} does not answer: {error}") from error
+            raise UnreachableError(f"{self.url} does not answer: {reason_of(error)}") from error
 
 
 def samples_of(text: str) -> Iterator[tuple[tuple[str, tuple[tuple[str, str], ...]], float]]:

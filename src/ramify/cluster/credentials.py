@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from ramify.errors import ConfigError, MissingPackageError
+from ramify.reasons import reason_of
 
 SECRET_HEADER = "ramify-secret"  # noqa: S105 - a name
 MIN_SECRET_CHARS = 16
@@ -92,7 +93,9 @@ class Credentials:
                 name=name,
             )
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"a file of the cluster's credentials: {error}") from error
+            raise ConfigError(
+                f"a file of the cluster's credentials cannot be read: {reason_of(error)}"
+            ) from error
         if certificate is not None and key is not None and authority is not None:
             _check_files(certificate, key, authority)
         return credentials

@@ -18,6 +18,7 @@ from pathlib import Path
 from ramify.errors import ConfigError
 from ramify.kv.stores.file_ops import OsFileOps
 from ramify.kv.stores.store_directory import LOCK_FILE, list_identities
+from ramify.reasons import reason_of
 
 OWNER_FILE = "owner"
 # More engines than any machine has.
@@ -56,7 +57,7 @@ def claim_directory(root: Path) -> TierClaim:
                 return claim
     except OSError as error:
         raise ConfigError(
-            f"the cache directory {root} cannot be used: {error}; name a directory on a local disk, "
+            f"the cache directory {root} cannot be used: {reason_of(error, root)}; name a directory on a local disk, "
             "which this user can write"
         ) from error
     raise ConfigError(

@@ -14,6 +14,7 @@ from ramify.cluster.credentials import TlsFiles
 from ramify.config import EngineConfig
 from ramify.errors import ConfigError, MissingPackageError, UnknownOptionError
 from ramify.prompt_rules import rules_named
+from ramify.reasons import reason_of
 
 MAX_REPLICAS = MAX_THREADS = 1024
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
@@ -191,7 +192,9 @@ def read_config(path: Path) -> DeployConfig:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"the deployment's file cannot be read: {error}") from error
+        raise ConfigError(
+            f"the deployment's file {path} cannot be read: {reason_of(error, path)}"
+        ) from error
     try:
         if path.suffix == ".json":
             document = msgspec.json.decode(content)

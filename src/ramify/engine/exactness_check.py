@@ -29,6 +29,7 @@ from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.kv.pool import KVPool
 from ramify.params import SamplingParams
+from ramify.reasons import reason_of
 
 CHUNK = 37  # tokens; chunks end inside pages and key blocks
 LONGEST = 600  # tokens of a random prompt: more than two key blocks
@@ -355,7 +356,7 @@ def read_prompt_lines(llm: LLM, path: Path) -> list[TokenIds]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prompts: {error}") from None
+        raise ConfigError(f"the prompts {path} cannot be read: {reason_of(error, path)}") from None
     prompts = [tuple(llm.tokenizer.encode(line)) for line in text.split("\n") if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} has no prompt; write one on each line")

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ramify.reasons import reason_of
+
 HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and on Arm with 4 KB base pages
 # Tensors share a slab: a mapping for each would waste half a page on average.
 SLAB_BYTES = 32 * HUGE_PAGE_BYTES
@@ -93,7 +95,7 @@ def _mapped(num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, rounded_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
-            f"no room for {num_bytes:,} bytes of weights or K/V: {error}; give the process more "
+            f"no room for {num_bytes:,} bytes of weights or K/V: {reason_of(error)}; give the process more "
             "memory, or ask for less (kv_cache_tokens, a smaller dtype)"
         ) from error
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 from ramify.counts import counted
 from ramify.engine.cache_admin.warmup import PUBLIC
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 from ramify.server.errors import ApiError
 
 HASH_PREFIX = "sha256:"
+HASH = re.compile(HASH_PREFIX + "[0-9a-fA-F]{64}")
 MAX_KEY_CHARS = 512
 BACKGROUND_PRIORITY = -1_000_000  # below what any request may ask for
 TENANT_PIN_SHARE = 0.25  # of the pool; `max_pinned_share` of tenants beside others
@@ -121,14 +124,18 @@ class ApiKeys:
         """
         try:
             document = json.loads(path.read_text("utf-8"))
-            entries = [
-                _parse_entry(entry, f"{path}: keys[{index}]")
-                for index, entry in enumerate(document["keys"])
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the key file {path} cannot be read: {error!r}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"the key file {path} cannot be read: {reason_of(error, path)}"
+            ) from error
+        keys = document.get("keys") if isinstance(document, dict) else None
+        if not isinstance(keys, list):
+            raise ConfigError(
+                f'the key file {path} is no object with a list "keys"; `ramify keys FILE` writes one'
+            )
+        entries = [
+            _parse_entry(entry, f"{path}: keys[{index}]") for index, entry in enumerate(keys)
+        ]
         if not entries:
             raise ConfigError(f"the key file {path} has no keys; nobody could call")
         return cls(dict(entries))
@@ -175,19 +182,34 @@ def _digest(key_hash: str) -> bytes:
     return bytes.fromhex(key_hash.removeprefix(HASH_PREFIX))
 
 
-def _parse_entry(entry: Mapping[str, Any], where: str) -> tuple[str, Caller]:
+def _object(value: object, where: str, known: Sequence[str]) -> dict[str, Any]:
+    """An object of a key file, if it has no other fields than the known ones."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {value!r} but it must be an object with {', '.join(known)}")
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{where} has the unknown {', '.join(unknown)}; its fields are {', '.join(known)}"
+        )
+    return value
+
+
+def _parse_entry(entry: object, where: str) -> tuple[str, Caller]:
     """The hash and the caller of a key file's entry; `where` begins error messages."""
-    unknown = entry.keys() - {"hash", "tenant", "admin", "quota"}
+    entry = _object(entry, where, ("hash", "tenant", "admin", "quota"))
     key_hash = entry.get("hash")
-    if unknown or not isinstance(key_hash, str) or not key_hash.startswith(HASH_PREFIX):
-        problem = f"unknown fields {sorted(unknown)}" if unknown else f"hash={key_hash!r}"
-        raise ConfigError(f"{where} has {problem}; it needs a hash that begins with {HASH_PREFIX}")
+    if not isinstance(key_hash, str) or not HASH.fullmatch(key_hash):
+        raise ConfigError(
+            f"{where} has hash={key_hash!r} but it must be {HASH_PREFIX} and 64 hexadecimal digits; "
+            "`ramify keys FILE` makes a key and its hash"
+        )
+    limits = _object(
+        entry.get("quota", {}), f"{where}.quota", [limit.name for limit in fields(Quota)]
+    )
     try:
-        if len(_digest(key_hash)) != hashlib.sha256().digest_size:
-            raise ValueError("the hash is too short or too long")
-        quota = Quota(**entry.get("quota", {}))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{where} is wrong: {error}") from error
+        quota = Quota(**limits)
+    except ValueError as error:
+        raise ConfigError(f"{where}.quota has {error}") from error
     tenant = str(entry.get("tenant") or _tenant_of(key_hash))
     if tenant == PUBLIC:
         raise ConfigError(

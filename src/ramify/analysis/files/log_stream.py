@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 
 from ramify.analysis.files.log_paths import STDIN
 from ramify.errors import LogError
+from ramify.reasons import reason_of
 
 CHUNK_BYTES = 1 << 20
 MAX_VALUE_BYTES = 1 << 27  # of a line or value: no API takes a request of this size
@@ -50,7 +51,7 @@ def open_file(file: Path | str) -> AbstractContextManager[IO[bytes]]:
         return Path(file).open("rb", buffering=0)
     except OSError as error:
         raise LogError(
-            f"{file} cannot be opened: {error.strerror}; check its permissions"
+            f"{file} cannot be opened: {reason_of(error, file)}; check its permissions"
         ) from None
 
 
@@ -105,7 +106,9 @@ class LogStream(io.RawIOBase):
             pass
         except OSError as error:
             if error.errno is not None:
-                raise LogError(f"{self._name} cannot be read: {error.strerror}") from None
+                raise LogError(
+                    f"{self._name} cannot be read: {reason_of(error, self._name)}"
+                ) from None
         self.is_truncated = True
         return b""
 

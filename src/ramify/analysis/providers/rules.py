@@ -18,6 +18,7 @@ import msgspec
 
 from ramify.analysis.providers.library_prices import LibraryPrices
 from ramify.errors import RulesError
+from ramify.reasons import reason_of
 
 SCHEMA = 1
 HOUR_S = 3600.0  # a lifetime whose writes have a price of their own
@@ -138,7 +139,7 @@ def load_rules(path: Path | None = None) -> Rules:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise RulesError(f"cannot read rules from {path}: {error.strerror or error}") from error
+        raise RulesError(f"cannot read rules from {path}: {reason_of(error, path)}") from error
     own = _read(data, str(path))
     layers = [(str(path), own)]
     if own.replace:

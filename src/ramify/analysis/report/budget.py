@@ -14,6 +14,7 @@ from ramify.analysis.report.wording.numbers import money, percent
 from ramify.analysis.verdicts import OBSERVED, CauseName, Certainty
 from ramify.counts import counted
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -34,6 +35,21 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forbidden_causes: tuple[CauseName, ...] = ()
 
 
+A_SHARE, A_COUNT = "a share, from 0 to 1", "a whole number, 0 or more"
+# What each key takes.
+LIMITS = {
+    "max_lost_share": A_SHARE,
+    "max_saving_share": A_SHARE,
+    "max_saving_money": "US dollars, 0 or more",
+    "min_hit_rate": A_SHARE,
+    "min_possible_hit_rate": A_SHARE,
+    "max_bad_lines": A_COUNT,
+    "max_findings": A_COUNT,
+    "certainty": f"one of {', '.join(Certainty)}",
+    "forbidden_causes": "a list of causes",
+}
+
+
 def read_budget(path: Path) -> Budget:
     """The limits of a file.
 
@@ -43,16 +59,31 @@ def read_budget(path: Path) -> Budget:
     try:
         values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the budget {path} cannot be read: {error}") from error
+        raise ConfigError(f"the budget {path} cannot be read: {reason_of(error, path)}") from error
     for name, value in values.items():
+        if name not in LIMITS:
+            raise ConfigError(
+                f"the budget {path} has the unknown key {name}; the keys are {', '.join(LIMITS)}"
+            )
         try:
             msgspec.convert({name: value}, Budget)
         except msgspec.ValidationError as error:
-            keys = ", ".join(Budget.__struct_fields__)
+            wrong, allowed = _refused(name, value)
             raise ConfigError(
-                f"the budget {path} has {name} = {value!r}: {error}; the keys are {keys}"
+                f"the budget {path} has {name} = {wrong!r} but it must be {allowed}"
             ) from error
     return msgspec.convert(values, Budget)
+
+
+def _refused(name: str, value: object) -> tuple[object, str]:
+    """The value that cannot be, the first of a list of causes, and what is possible."""
+    if name != "forbidden_causes":
+        return value, LIMITS[name]
+    causes = list(CauseName)
+    if not isinstance(value, list):
+        return value, f"a list of causes: {', '.join(causes)}"
+    unknown = [cause for cause in value if cause not in causes]
+    return unknown[0], f"a list of causes: {', '.join(causes)}"
 
 
 def check_budget(budget: Budget, analysis: Analysis) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from ramify.analysis.report.document import KIND, SCHEMA
 from ramify.analysis.report.wording.numbers import count, percent
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 SAME_SHARE = 0.0005  # shares that differ less are equal
 
@@ -27,7 +28,7 @@ def read_earlier(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be compared with: {error}") from error
+        raise ConfigError(f"{path} cannot be compared with: {reason_of(error, path)}") from error
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise ConfigError(f"{path} is no report; write one with `ramify analyze LOG --json FILE`")
     if document.get("schema") != SCHEMA:

@@ -18,6 +18,7 @@ from ramify.engine.text.prompt_inputs import Message, Prompt, prefix_token_ids, 
 from ramify.errors import ConfigError, PinError, RamifyError, RequestError
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
+from ramify.reasons import reason_of
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ def read_prompts(path: Path) -> list[WarmPrompt]:
     try:
         lines = path.read_text("utf-8").split("\n")  # not splitlines: U+2028 is part of a text
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {reason_of(error, path)}") from error
     nonblank = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix != ".jsonl":
         return [WarmPrompt(line) for _, line in nonblank]
@@ -121,8 +122,8 @@ def read_prompts(path: Path) -> list[WarmPrompt]:
 def _parsed(line: str, where: str) -> WarmPrompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} cannot be read: {reason_of(error)}") from error
     kinds = {"prompt": str, "token_ids": list, "messages": list}
     names = [name for name in kinds if isinstance(entry, dict) and name in entry]
     if len(names) != 1 or not isinstance(entry[names[0]], kinds[names[0]]):

@@ -67,6 +67,7 @@ from ramify.models.loader import (
     resolve_dtype,
 )
 from ramify.models.ops.registry import OpsChoice, select_ops
+from ramify.reasons import reason_of
 
 
 class LocalEngine:
@@ -450,6 +451,6 @@ def _fingerprint(path: Path) -> str:
         try:
             stat = file.stat()
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            raise CheckpointError(f"{file} cannot be read: {reason_of(error, file)}") from error
         digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()

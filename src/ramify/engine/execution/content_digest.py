@@ -15,6 +15,7 @@ from pathlib import Path
 from ramify.errors import CheckpointError
 from ramify.models.configs.quantization.config import FILES_BESIDE
 from ramify.models.gguf.container import is_gguf, part_paths
+from ramify.reasons import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def content_digest(files: Sequence[Path], store: DigestStore) -> str:
         try:
             digest.update(bytes.fromhex(store.digest_of(file)))
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            raise CheckpointError(f"{file} cannot be read: {reason_of(error, file)}") from error
     return digest.hexdigest()
 
 

@@ -28,6 +28,7 @@ from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
 from ramify.models.kv_cache_spec import kv_layout
+from ramify.reasons import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def write_rows(file: IO[bytes], logits: Tensor) -> None:
             rest = rest[file.write(rest) :]
     except OSError as error:
         raise ConfigError(
-            f"logits do not fit into {tempfile.gettempdir()}: {error}; take fewer tokens, or name another "
+            f"logits do not fit into {tempfile.gettempdir()}: {reason_of(error)}; take fewer tokens, or name another "
             "directory in the environment (TMPDIR)"
         ) from error
 
@@ -189,7 +190,9 @@ def _source_text(path: Path | None) -> str:
     try:
         return source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the text {source}: {error}; name a file in UTF-8") from None
+        raise ConfigError(
+            f"the text {source} cannot be read: {reason_of(error, path)}; name a file in UTF-8"
+        ) from None
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from ramify.engine.text.template_limits import (
 from ramify.errors import ChatTemplateError, ChatTemplateLimitError, CheckpointError
 from ramify.models.configs.checkpoint_files import MAX_TEMPLATE_BYTES, read_checkpoint_file
 from ramify.models.configs.fields import read_json_value
+from ramify.reasons import reason_of
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
 
@@ -289,7 +290,7 @@ def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]
             try:
                 templates[name] = read_checkpoint_file(file, MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
+                raise CheckpointError(f"{file} cannot be read: {reason_of(error, file)}") from error
     return templates
 
 

@@ -21,6 +21,7 @@ from ramify.kv.stores.segment_format import (
     header_fields,
     seed_of,
 )
+from ramify.reasons import reason_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -213,7 +214,9 @@ def read_cache_key(path: Path) -> bytes:
             content = file.read(_MAX_KEY_FILE_BYTES + 1)
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError(f"the cache key {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the cache key {path} cannot be read: {reason_of(error, path)}"
+        ) from error
     if not _MIN_KEY_FILE_BYTES <= len(content) <= _MAX_KEY_FILE_BYTES:
         raise ConfigError(
             f"the cache key {path} has {len(content)} bytes, at least {_MIN_KEY_FILE_BYTES} and at "

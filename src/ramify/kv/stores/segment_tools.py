@@ -32,6 +32,7 @@ from ramify.kv.stores.store_directory import (
     list_identities,
     lock_directory,
 )
+from ramify.reasons import reason_of
 
 # Fields of an identity that the store adds to the caller's.
 _OWN_FIELDS = frozenset({"page_bytes", "segment_bytes", "file_format", "encryption"})
@@ -163,7 +164,7 @@ def export(directory: IdentityDirectory, archive: Path) -> int:
             raise
         return len(names)
     except OSError as error:
-        raise ConfigError(f"{archive} cannot be written: {error}") from error
+        raise ConfigError(f"{archive} cannot be written: {reason_of(error, archive)}") from error
     finally:
         os.close(lock)
 
@@ -184,7 +185,7 @@ def import_archive(archive: Path, root: Path, *, cache_key: bytes | None) -> Pag
         check_is_cache_directory(root, os.listdir(root))  # noqa: PTH208 - names, not paths
     except OSError as error:
         raise ConfigError(
-            f"the cache directory {root} cannot be used: {error}; choose another --cache-dir"
+            f"the cache directory {root} cannot be used: {reason_of(error, root)}; choose another --cache-dir"
         ) from error
     # First of all: no unpacking for a directory that a server holds, and whoever gets the lock next
     # may delete what a killed import has left.
@@ -244,10 +245,10 @@ def _unpack(archive: Path, directory: Path) -> None:
     except (OSError, tarfile.TarError) as error:
         if isinstance(error, OSError) and error.errno in FULL:
             raise ConfigError(
-                f"{directory.parent} has no room to unpack {archive} ({error}): free as many bytes as "
+                f"{directory.parent} has no room to unpack {archive} ({reason_of(error)}): free as many bytes as "
                 "the archive has, beside those of its pages, or name another --cache-dir"
             ) from error
-        raise ConfigError(f"{archive} cannot be read: {error}") from error
+        raise ConfigError(f"{archive} cannot be read: {reason_of(error, archive)}") from error
 
 
 def _copy_key(source: Path, target: Path) -> None:

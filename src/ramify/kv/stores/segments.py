@@ -31,6 +31,7 @@ from ramify.kv.stores.segment_reader import SegmentReader
 from ramify.kv.stores.segment_table import SegmentTable
 from ramify.kv.stores.segment_writer import FULL, SegmentWriter
 from ramify.kv.stores.store_directory import StoreDirectory
+from ramify.reasons import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class SegmentStore:
         except OSError as error:
             self._directory.release()
             raise ConfigError(
-                f"the cache directory {options.directory} cannot be read: {error}; choose another "
+                f"the cache directory {options.directory} cannot be read: {reason_of(error, options.directory)}; choose another "
                 "--cache-dir"
             ) from error
         except ConfigError:

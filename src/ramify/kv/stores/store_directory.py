@@ -35,6 +35,7 @@ from ramify.kv.stores.page_names import KEY_BYTES
 from ramify.kv.stores.segment import number_of
 from ramify.kv.stores.segment_writer import ForeignSegment
 from ramify.kv.stores.store_identity import StoreIdentity
+from ramify.reasons import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class StoreDirectory:
         except OSError as error:
             self.release()
             raise ConfigError(
-                f"the cache directory {root} cannot be written: {error}; give it to this user, or "
+                f"the cache directory {root} cannot be written: {reason_of(error, root)}; give it to this user, or "
                 "choose another --cache-dir"
             ) from error
 
@@ -151,7 +152,7 @@ class StoreDirectory:
             names = os.listdir(self.root)  # noqa: PTH208 - names, not paths
         except OSError as error:
             raise ConfigError(
-                f"the cache directory {self.root} cannot be used: {error}; choose another --cache-dir"
+                f"the cache directory {self.root} cannot be used: {reason_of(error, self.root)}; choose another --cache-dir"
             ) from error
         if os.geteuid() not in {0, owner}:
             raise ConfigError(
@@ -199,7 +200,7 @@ class StoreDirectory:
             return None
         except OSError as error:
             raise ConfigError(
-                f"the key of the pages, {path}, cannot be read: {error}; start again once it can, "
+                f"the key of the pages, {path}, cannot be read: {reason_of(error, path)}; start again once it can, "
                 "or delete it to start without pages"
             ) from error
         return content
@@ -353,7 +354,7 @@ def lock_directory(ops: FileOps, root: Path) -> int:
         fd = ops.open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ConfigError(
-            f"the cache directory {root} cannot be written: {error}; choose another --cache-dir, "
+            f"the cache directory {root} cannot be written: {reason_of(error, root)}; choose another --cache-dir, "
             "or read its pages with --cache-dir-readonly"
         ) from error
     try:
@@ -366,7 +367,7 @@ def lock_directory(ops: FileOps, root: Path) -> int:
     except OSError as error:
         ops.close(fd)
         raise ConfigError(
-            f"the file system of {root} has no locks ({error}); put --cache-dir on a local disk"
+            f"the file system of {root} has no locks ({reason_of(error)}); put --cache-dir on a local disk"
         ) from error
     except ConfigError:
         ops.close(fd)

@@ -6,6 +6,7 @@ import ssl
 from typing import Any
 
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _OPTIONS = (*_FILES, "ssl_password", "ssl_ciphers", "ssl_cert_reqs", "ssl_check_hostname")
@@ -70,7 +71,7 @@ def take_context(arguments: dict[str, Any], url: str) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         files = ", ".join(f"{name}={given[name]}" for name in _FILES if name in given)
         raise ConfigError(
-            f"the store {url!r} cannot use TLS with {files or 'its options'}: {error}; name files in "
+            f"the store {url!r} cannot use TLS with {files or 'its options'}: {reason_of(error)}; name files in "
             "PEM that this user can read"
         ) from error
     return context

@@ -15,6 +15,7 @@ from ramify.library_panics import panics_as_errors
 from ramify.models.checkpoint.find import INDEX, PICKLED_ONLY, pickled_weights
 from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.configs.fields import read_json
+from ramify.reasons import reason_of
 
 
 def read_ahead(files: set[Path]) -> None:
@@ -41,7 +42,7 @@ def opened(file: Path) -> Iterator[Any]:
             yield shard
     except (SafetensorError, OSError, LibraryPanicError) as error:
         raise CheckpointError(
-            f"{file} is corrupt or truncated ({error}); download it again"
+            f"{file} is corrupt or truncated ({reason_of(error, file)}); download it again"
         ) from error
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ramify.errors import CheckpointError, shortened
 from ramify.models.checkpoint.find import INDEX
 from ramify.models.checkpoint.safetensors_files import opened, weight_files
+from ramify.reasons import reason_of
 
 # As safetensors names them.
 DTYPES = {
@@ -96,7 +97,7 @@ class StoredTensor:
                         span = span[count:]
         except (OSError, EOFError) as error:
             raise CheckpointError(
-                f"{self.file} is corrupt or truncated ({error}); download it again"
+                f"{self.file} is corrupt or truncated ({reason_of(error, self.file)}); download it again"
             ) from error
         return data.view(dtype).view(shape)
 
@@ -138,6 +139,6 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     # Where Python reads JSON in another way than safetensors.
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} is corrupt or truncated ({error}); download it again"
+            f"{file} is corrupt or truncated ({reason_of(error, file)}); download it again"
         ) from error
     return tensors

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
+from ramify.reasons import reason_of
 
 # Above any size of a real model; floats and int64 hold it, and products with another.
 MAX_COUNT = 2**31 - 1
@@ -142,4 +143,6 @@ def read_json_value(path: Path) -> Any:
             "and tokenizer.json"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {reason_of(error, path)}; download it again"
+        ) from error

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ramify.errors import CheckpointError, UnsupportedModelError, shortened
 from ramify.models.configs.checkpoint_files import check_checkpoint_file
 from ramify.models.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+from ramify.reasons import reason_of
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 # of the names of files in a directory
@@ -73,7 +74,9 @@ class TensorInfo:
                         break
                     filled += num_read
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.path} cannot be read: {reason_of(error, self.path)}"
+            ) from error
         if filled < len(data):
             raise CheckpointError(
                 f"{self.path}: expected {len(data)} bytes of a tensor at byte {start}, found {filled}; "
@@ -299,7 +302,7 @@ def _read_part(path: Path) -> Container:
         with path.open("rb", buffering=0) as file:
             return _read_fields(_Reader(path, file, num_bytes))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error, path)}") from error
 
 
 def _read_fields(reader: _Reader) -> Container:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 from ramify.server.errors import ApiError
 
 RECORD, NEW = ".json", ".new"
@@ -57,7 +58,9 @@ class BatchDirectory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"the batch directory {path} cannot be written: {error}") from error
+            raise ConfigError(
+                f"the batch directory {path} cannot be written: {reason_of(error, path)}"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from ramify.errors import RamifyError
+from ramify.reasons import reason_of
 from ramify.server.batches.directory import BatchDirectory, DiskSpace, is_full, write_all
 from ramify.server.batches.lines import LineForm, ResultLine, joined
 from ramify.server.batches.plan import BatchPlan
@@ -118,7 +119,7 @@ class ResultJournal:
                     await asyncio.to_thread(self._write, index, data)
                 except OSError as error:
                     if is_full(error):
-                        raise DiskFullError(str(error)) from None
+                        raise DiskFullError(reason_of(error)) from None
                     raise
                 self.num_bytes[index] += len(data)
                 self._space.count(self._tenant, len(data))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 
 
 def bind_address(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
@@ -45,7 +46,9 @@ def _addresses(host: str, port: int) -> Sequence[tuple[int, tuple[str, ...]]]:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
-        raise ConfigError(f"--host {host} is no address of this machine: {error}") from error
+        raise ConfigError(
+            f"--host {host} is no address of this machine: {reason_of(error)}"
+        ) from error
     return list(dict.fromkeys((family, address) for family, _, _, _, address in entries))  # type: ignore[misc]
 
 
@@ -62,4 +65,4 @@ def _problem(host: str, port: int, error: OSError) -> str:
         return f"port {port} of {host} is in use; end the program that has it, or choose another --port"
     if error.errno == errno.EACCES:
         return f"port {port} needs more rights than this user has; choose a --port of 1024 or more"
-    return f"--host {host} --port {port} cannot be bound: {error}"
+    return f"--host {host} --port {port} cannot be bound: {reason_of(error)}"

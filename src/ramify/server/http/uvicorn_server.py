@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ramify.counts import counted
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 from ramify.server.health import Readiness
 from ramify.server.http.acceptor import Acceptor
 from ramify.server.http.connection_limit import ConnectionLimit
@@ -217,7 +218,7 @@ class DrainingServer(uvicorn.Server):
         except OSError as error:
             await self.lifespan.shutdown()
             raise ConfigError(
-                f"the server cannot listen: {error}; choose another --port"
+                f"the server cannot listen: {reason_of(error)}; choose another --port"
             ) from error
         for listening in (sock for server in self.servers for sock in server.sockets):
             host, port = listening.getsockname()[:2]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ramify.errors import ConfigError
+from ramify.reasons import reason_of
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation
 from ramify.server.http.wire import log_safe
@@ -105,7 +106,7 @@ class LineFile:
         try:
             self._handle = self._open()
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error}") from error
+            raise ConfigError(f"{path} cannot be written: {reason_of(error, path)}") from error
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
@@ -152,7 +153,7 @@ class LineFile:
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True  # first: a report may come back as a line
-                self._report(f"{self._path}: lines are lost: {error}")
+                self._report(f"{self._path}: lines are lost: {reason_of(error, self._path)}")
 
 
 def _to_stderr(text: str) -> None:
