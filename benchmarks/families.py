@@ -308,8 +308,8 @@ def table(
                 base_times = base.seconds[cell.name][first_round : first_round + rounds]
                 llama = _spread(
                     [
-                        ratio * base_cost.seconds(cell, each) / roofline
-                        for ratio, each, roofline in zip(
+                        ratio * base_cost.seconds(cell, machine) / roofline
+                        for ratio, machine, roofline in zip(
                             paired_ratios(times, base_times), machines, rooflines, strict=False
                         )
                     ]

@@ -79,7 +79,7 @@ class Ramify:
         )
 
     def resources(self) -> Resources:
-        sizes = {name: each.num_bytes for name, each in self.llm.engine.decoder.loaded.items()}
+        sizes = {name: weight.num_bytes for name, weight in self.llm.engine.decoder.loaded.items()}
         if "lm_head.weight" in sizes:
             del sizes["model.embed_tokens.weight"]
         return Resources(self._load_s, peak_memory(), sum(sizes.values()))

@@ -33,7 +33,7 @@ DECISIONS = (
     "ramify.engine.llm",
     "ramify.engine.async_llm",
 )
-VAGUE_VARIABLES = frozenset({"one", "told", "found", "asked"})
+VAGUE_VARIABLES = frozenset({"one", "each", "told", "found", "asked"})
 CORE_MAY_IMPORT = frozenset({"ramify.cache", "ramify.params", "ramify.outputs", "ramify.errors"})
 
 

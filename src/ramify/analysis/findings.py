@@ -182,7 +182,7 @@ def find_partners(
     pairs = [
         (item.fix, other.fix)
         for item in hidden[:MAX_HIDDEN]
-        for other in _neighbours(item, [each for each in found_causes if each.fix in alone])
+        for other in _neighbours(item, [cause for cause in found_causes if cause.fix in alone])
     ]
     best: dict[Fix, int] = {}
     for fix, other_fix in pairs:

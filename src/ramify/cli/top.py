@@ -46,14 +46,14 @@ class Snapshot:
 
     def total(self, name: str) -> float:
         """The sum of a metric over its labels; 0 if there is none."""
-        return sum(value for (each, _), value in self.samples.items() if each == name)
+        return sum(value for (metric, _), value in self.samples.items() if metric == name)
 
     def by_tier(self, name: str) -> dict[str, float]:
         """A metric of the tiers, summed over replicas."""
         sums: dict[str, float] = {}
-        for (each, labels), value in self.samples.items():
+        for (metric, labels), value in self.samples.items():
             tier = dict(labels).get("tier")
-            if each == name and tier is not None:
+            if metric == name and tier is not None:
                 sums[tier] = sums.get(tier, 0.0) + value
         return sums
 

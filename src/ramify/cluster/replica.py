@@ -138,7 +138,7 @@ class Replica:
         drained = asyncio.ensure_future(self._llm.drain())
         done, _ = await asyncio.wait((drained,), timeout=timeout_s)
         if done:
-            await asyncio.gather(*(each.flush(FLUSH_S) for each in self._connections))
+            await asyncio.gather(*(connection.flush(FLUSH_S) for connection in self._connections))
         await self.close()
         return await drained and bool(done)
 

@@ -111,10 +111,10 @@ class LiveRequests:
             self._count_foreground(request, answers=-request.num_answers)
 
     def _count(self, counts: Counter[str | None], tenant: str, by: int) -> None:
-        for each in (tenant, None):
-            counts[each] += by
-            if not counts[each]:
-                del counts[each]
+        for scope in (tenant, None):
+            counts[scope] += by
+            if not counts[scope]:
+                del counts[scope]
 
     def _count_foreground(
         self, request: LiveRequest, *, waiting: int = 0, answers: int = 0

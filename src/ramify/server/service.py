@@ -275,9 +275,9 @@ class RequestService:
     def observe_live(self, tenant: str | None) -> None:
         """Note how many requests of a tenant, and of all, are live now."""
         live = self.live
-        for each in {tenant, None}:
+        for scope in {tenant, None}:
             self.activity.observe(
-                each, num_running=live.num_running(each), num_waiting=live.num_waiting(each)
+                scope, num_running=live.num_running(scope), num_waiting=live.num_waiting(scope)
             )
 
     def pin_share(self, caller: Caller) -> float | None:

@@ -34,8 +34,8 @@ class QueueLimits:
     def total(cls, limits: Sequence[QueueLimits]) -> QueueLimits:
         """Sums over several queues; no limit where one of them has none."""
         return cls(
-            _sum([each.max_waiting for each in limits]),
-            _sum([each.max_waiting_tokens for each in limits]),
+            _sum([limit.max_waiting for limit in limits]),
+            _sum([limit.max_waiting_tokens for limit in limits]),
         )
 
     def check_answers(

@@ -106,7 +106,7 @@ def rendered(
     warnings = placeholder_warnings((part.path, part.kind) for part in media)
     warnings += conversation.warnings
     translated = [message.as_template() for message in messages]
-    prompt_messages = [each for group in translated for each in group]
+    prompt_messages = [message for group in translated for message in group]
     if conversation.joins_roles:
         prompt_messages = joined(prompt_messages)
     system = [] if conversation.system is None else conversation.system.as_template()

@@ -113,7 +113,7 @@ def _reason(
         possible = [word for name in names for word in _TYPES.get(name, ((), ""))[0]]
         return f"{sent} is not possible; it must be {_alternatives(possible)}"
     if message.startswith("Invalid enum value"):
-        choices = sorted({_json(each) for info in types for each in _literals(info)})
+        choices = sorted({_json(choice) for info in types for choice in _literals(info)})
         return f"{sent} is not possible; it must be {_alternatives(choices)}"
     if message.startswith("Expected `str` matching regex") and (description := _description(types)):
         return f"{sent} is not possible. {description}"
@@ -146,8 +146,8 @@ def _range(types: list[inspect.Type], sign: str, limit: str) -> str:
     """The numbers that a type allows: both bounds if both say something, else that at fault."""
     numbers = [
         info
-        for each in types
-        for info in [each.type if isinstance(each, inspect.Metadata) else each]
+        for outer in types
+        for info in [outer.type if isinstance(outer, inspect.Metadata) else outer]
         if isinstance(info, (inspect.IntType, inspect.FloatType))
     ]
     if len(numbers) == 1:

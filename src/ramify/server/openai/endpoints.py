@@ -49,8 +49,8 @@ async def completions(context: RequestContext) -> Response:
     generation_requests = await context.in_prompt_thread(
         completion_to_generations, request, context.service
     )
-    generation_requests = [context.in_session(each) for each in generation_requests]
-    for message in (message for each in generation_requests for message in each.warnings):
+    generation_requests = [context.in_session(request) for request in generation_requests]
+    for message in (message for request in generation_requests for message in request.warnings):
         context.warn(message)
     generations = await context.until_done_or_disconnect(
         context.service.start_all(generation_requests, context.caller, prefix="cmpl-")

@@ -150,7 +150,7 @@ def _reasoning(message: ChatMessage, path: str) -> list[Part]:
         for part in message.content:
             inner = part.thinking
             texts += (
-                [inner] if isinstance(inner, str) else [each.text or "" for each in inner or ()]
+                [inner] if isinstance(inner, str) else [part.text or "" for part in inner or ()]
             )
         text = "".join(texts) or None
     if text is None:

@@ -52,7 +52,7 @@ class PromptEnd:
         variants = result_variants if last["role"] == "tool" else text_variants
         if not content.strip() or not text.endswith(self.opening):
             return None
-        ends_so = any(text.endswith(each + self.opening) for each in variants(content))
+        ends_so = any(text.endswith(variant + self.opening) for variant in variants(content))
         return self.opening if ends_so else None
 
 

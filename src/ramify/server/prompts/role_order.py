@@ -99,10 +99,10 @@ def _one_message(run: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A message with the texts, thoughts and calls of several of one role."""
     message: dict[str, Any] = {"role": run[0]["role"], "content": ""}
     for name in JOINED_FIELDS:
-        text = "\n".join(each[name] for each in run if each.get(name))
+        text = "\n".join(other[name] for other in run if other.get(name))
         if text:
             message[name] = text
-    calls = [call for each in run for call in each.get("tool_calls", ())]
+    calls = [call for other in run for call in other.get("tool_calls", ())]
     if calls:
         message["tool_calls"] = calls
     return message

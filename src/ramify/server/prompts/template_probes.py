@@ -208,7 +208,7 @@ class _Probes:
         for changes, filler in product(ROLE_ORDERS, FILLERS):
             order = replace(self._conventions.role_order, filler=filler, **changes)
             candidate = replace(self._conventions, role_order=order)
-            if all(self._writes(each, candidate) for each in conversations) and (
+            if all(self._writes(conversation, candidate) for conversation in conversations) and (
                 NEEDLE in self._render(after_result, candidate, tools=[_tool("f")])
             ):
                 self._conventions = candidate

@@ -232,7 +232,7 @@ def _refusing_tests(tree: nodes.Node) -> set[int]:
 
 def _only_refuses(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Output) and all(
-        (isinstance(each, nodes.TemplateData) and not each.data.strip())
-        or (isinstance(each, nodes.Call) and getattr(each.node, "name", "") == "raise_exception")
-        for each in node.nodes
+        (isinstance(inner, nodes.TemplateData) and not inner.data.strip())
+        or (isinstance(inner, nodes.Call) and getattr(inner.node, "name", "") == "raise_exception")
+        for inner in node.nodes
     )

@@ -14,7 +14,7 @@ def count(value: float) -> str:
     if abs(value) < 100_000:
         return f"{value:,.0f}"
     unit, size = next(
-        (each for each in (("K", 1e3), ("M", 1e6)) if abs(value) < 999.5 * each[1]), ("G", 1e9)
+        (unit for unit in (("K", 1e3), ("M", 1e6)) if abs(value) < 999.5 * unit[1]), ("G", 1e9)
     )
     number = value / size
     return f"{number:.3g} {unit}" if abs(number) < 999.5 else f"{number:,.0f} {unit}"

@@ -53,7 +53,7 @@ class _ModelTurn:
         content = self.contents[0] if self.contents else ""
         if len(self.contents) > 1:
             path = content_path(self.where)
-            content = "".join(content_text(each, path) for each in self.contents)
+            content = "".join(content_text(part, path) for part in self.contents)
         reasoning = "".join(self.reasoning) or None
         calls = self.calls or None
         return ChatMessage("assistant", content, tool_calls=calls, reasoning_content=reasoning)

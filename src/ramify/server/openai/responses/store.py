@@ -259,7 +259,7 @@ def earlier_turns(request: PromptFields, service: RequestService, tenant: str) -
         raise ApiError(
             400, f"{len(references)} item references; at most {MAX_REFERENCES}", param="input"
         )
-    owners = {match[1] for each in references if (match := ITEM_ID.fullmatch(each))}
+    owners = {match[1] for reference in references if (match := ITEM_ID.fullmatch(reference))}
     sources = [_owner(service, tenant, owner) for owner in sorted(owners)]
     return EarlierTurns(
         name,

@@ -232,7 +232,7 @@ def apply_tool_choice(
         mode: str | None = choice
     elif choice.get("type") == "allowed_tools":
         allowed = convert_value(choice, AllowedTools, "tool_choice")
-        missing = dict.fromkeys(_described(each) for each in _not_served(allowed.tools, tools))
+        missing = dict.fromkeys(_described(tool) for tool in _not_served(allowed.tools, tools))
         if missing:
             tools.warnings.append(f"tool_choice.tools: not served: {', '.join(missing)}")
         tools = tools.allowing(_allowed_names(allowed.tools, tools))
@@ -265,7 +265,7 @@ def _chosen_name(reference: ToolReference, tools: ServedTools) -> str:
 
 def _allowed_names(references: Sequence[ToolReference], tools: ServedTools) -> list[str]:
     """The names of the functions that are allowed; tools that are not served are left out."""
-    allowed = {_key(each) for each in references}
+    allowed = {_key(reference) for reference in references}
     return [
         name
         for name, form in tools.forms.items()
@@ -277,7 +277,7 @@ def _not_served(references: Sequence[ToolReference], tools: ServedTools) -> list
     """The references that name neither a tool that is served nor a namespace of one."""
     served: set[tuple[str, str | None]] = {(form.kind, name) for name, form in tools.forms.items()}
     served |= {("namespace", form.namespace) for form in tools.forms.values()}
-    return [each for each in references if _key(each) not in served]
+    return [reference for reference in references if _key(reference) not in served]
 
 
 def _key(reference: ToolReference) -> tuple[str, str | None]:
