@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -404,6 +405,21 @@ def test_the_line_has_rates(empty: Live) -> None:
     assert line is not None
     assert line.startswith("in=100 tok/s out=10 tok/s ")
     assert "hit=10%" in line
+
+
+def test_a_long_prompt_shows_in_the_line_before_its_request_ends(empty: Live) -> None:
+    """The tokens of each step count, those of a prompt that is still computed too."""
+    before = replace(empty.look(EngineCore.stats), num_computed_tokens=500)
+    engine = replace(before, num_running=1, num_computed_tokens=2500)
+
+    line = LoadSnapshot(0, 0, 0, engine).line(LoadSnapshot(0, 0, 0, before), 10.0)
+    restarted = replace(before, num_running=1)
+    line_after = LoadSnapshot(0, 0, 0, restarted).line(LoadSnapshot(0, 0, 0, engine), 10.0)
+
+    assert line is not None
+    assert line_after is not None
+    assert "in=0 tok/s out=0 tok/s computed=200 tok/s running=1" in line
+    assert "computed=0 tok/s" in line_after
 
 
 def test_failures_repairs_and_drafts_are_metrics() -> None:

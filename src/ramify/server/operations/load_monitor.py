@@ -36,11 +36,14 @@ class LoadSnapshot:
             return None
         cache = self.engine.cache
         saved_tokens = self.saved_tokens - before.saved_tokens
+        # Counted step by step: a long prompt shows before its request ends. Less than before if the
+        # engine is another one, elsewhere.
+        num_computed = max(0, self.engine.num_computed_tokens - before.engine.num_computed_tokens)
         used_share = 1 - cache.free_pages / cache.num_pages
         hit_rate = f"{saved_tokens / prompt_tokens:.0%}" if prompt_tokens else "-"
         return (
             f"in={prompt_tokens / interval_s:.0f} tok/s out={output_tokens / interval_s:.0f} tok/s "
-            f"running={self.engine.num_running} waiting={self.engine.num_waiting} "
+            f"computed={num_computed / interval_s:.0f} tok/s running={self.engine.num_running} waiting={self.engine.num_waiting} "
             f"kv={used_share:.0%} hit={hit_rate} saved={saved_tokens:.0f} prefill tokens"
         )
 
