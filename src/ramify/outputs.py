@@ -113,7 +113,8 @@ class Explanation:
       holds its atoms from the end of the hit on, as packed int32. Where only one of the two has a
       salt, nothing behind the salt is revealed;
     - "namespace": nothing hits here, but `other_namespace` has `other_tokens` of the key;
-    - "never_seen": nothing starts like this, or it was forgotten.
+    - "never_seen": nothing starts like this, or it was forgotten; after a hit, nothing goes on from
+      there.
     """
 
     num_tokens: int  # length of the key

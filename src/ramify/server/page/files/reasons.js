@@ -1,7 +1,7 @@
 // Why the cached part of a prompt ends where it does, in a sentence.
 
 const SENTENCES = {
-  cold: "Nothing that is cached begins like this.",
+  cold: "From here on the prompt is new: nothing that is cached goes on like this.",
   new_turn: "The conversation goes on: everything before its last answer was cached.",
   diverged: "A cached prompt is the same up to here, and goes on differently.",
   evicted: "The next page was cached, and has been evicted.",
