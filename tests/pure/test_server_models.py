@@ -58,6 +58,9 @@ def test_any_name_is_served_with_a_star() -> None:
                 assert answer.status == 200, answer.body
                 assert answer.json["model"] == name
             assert (await ask(bench, f"/v1/models/{name}")).json["id"] == name
+            nameless = await ask(bench, "/v1/models/")
+            assert nameless.status == 404
+            assert "send /v1/models" in nameless.json["error"]["message"]
             assert (await ask(bench, "/v1/models/" + "x" * 257)).status == 404
 
     run(main())

@@ -103,7 +103,9 @@ class PinTable:
             path, part, covered = tree.find(root, key.atoms, end, pending=False)
             num_cached = tree.num_matched_pages(path, part, covered)
         if not num_cached:
-            raise PinError("no whole page of the prefix is cached; compute and publish it first")
+            raise PinError(
+                "no whole page of the prefix is cached; run a request that begins with it first"
+            )
         # Released pages count: they may be computed again while the pin lives.
         num_pinned = sum(tree.resident[node] for node in pinned.union(path))
         if part and part not in pinned:

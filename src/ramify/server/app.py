@@ -342,13 +342,14 @@ class Server:
         dialect = dialect_at(request)
         headers = _id_headers(request, dialect)
         if isinstance(error, HTTPException):
-            messages = {
-                404: f"there is nothing at {request.url.path[:200]}",
-                405: f"{request.method} is not possible at {request.url.path[:200]}",
-            }
-            message = messages.get(error.status_code, str(error.detail))
-            if error.status_code == 405:
-                headers["Allow"] = ", ".join(sorted(allowed_methods(request)))
+            path, message = request.url.path[:200], str(error.detail)
+            if error.status_code == 404:
+                message = f"there is nothing at {path}"
+            elif error.status_code == 405:
+                methods = sorted(allowed_methods(request))
+                headers["Allow"] = ", ".join(methods)
+                way_out = " or ".join(method for method in methods if method != "HEAD")
+                message = f"{request.method} is not possible at {path}; send {way_out}"
             error = ApiError(error.status_code, message)
         return error_response(error, dialect=dialect, headers=headers)
 

@@ -31,7 +31,10 @@ async def list_models(context: RequestContext) -> Response:
 
 async def get_model(context: RequestContext) -> Response:
     """GET /v1/models/{name}."""
-    name = context.service.check_model(context.request.path_params["name"])
+    name = context.request.path_params["name"]
+    if not name:  # which a server of any name serves
+        raise ApiError(404, f"there is nothing at {context.request.url.path}; send /v1/models")
+    name = context.service.check_model(name)
     is_anthropic = VERSION_HEADER in context.request.headers
     entry = _anthropic_entry if is_anthropic else _openai_entry
     return context.json(entry(context.service, name))
