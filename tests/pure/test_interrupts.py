@@ -1,8 +1,11 @@
 """KeyboardInterrupt at any call of planner, cache and tiers: one call makes everything consistent again."""
 
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,8 +18,9 @@ from ramify.cache import PrefixCache
 from ramify.cache.maintenance import repair
 from ramify.engine.tier_copies import CopiesOut
 from ramify.engine.tier_parts import STAGING_BYTES, StagingArea, TierCounts, TierParts
-from ramify.kv.mover_jobs import Written
+from ramify.kv.mover_jobs import PageWrite, Probe, Removal, Result, Written
 from ramify.kv.mover_lanes import MoverLanes
+from ramify.kv.offload import MoverThreads
 from ramify.step_cost import CostModel
 from ramify.testing import FakeExecutor
 from tests.pure.test_planner_rollback import MixedBatch
@@ -24,6 +28,7 @@ from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
 from tests.pure.tier_bench import memory_tier
 
 ROOT = str(Path(ramify.__file__).parent)
+ENTERED = (threading.Condition.__enter__.__code__, threading.Condition.__exit__.__code__)
 # Of the points that are tried: of calls of our functions; of built-in calls and of returns.
 STRIDES = {("call",): 5, ("c_call", "return", "c_return"): 61}
 
@@ -231,6 +236,7 @@ class Copies:
     """Evicted pages that a disk and a store beyond a network lack, with the threads of both."""
 
     out: CopiesOut
+    parts: TierParts
     area: StagingArea
     mover: MoverLanes
     counts: TierCounts
@@ -248,7 +254,7 @@ class Copies:
             distant="remote",
         )
         area = StagingArea(device.page_bytes, STAGING_BYTES)
-        copies = cls(CopiesOut(cache, counts), area, mover, counts)
+        copies = cls(CopiesOut(cache, counts), parts, area, mover, counts)
         copies.out.begin(parts, area)
         serve(cache, "abcdefgh")
         serve(cache, "mnopqr")
@@ -280,3 +286,65 @@ def test_no_staging_buffer_is_lost_to_an_interrupt() -> None:
     assert len(num_written) > 20
     assert min(num_written) == 0
     assert max(num_written) == 10
+
+
+def test_a_removal_comes_after_copies_that_interrupts_have_kept_back() -> None:
+    """Both hand-overs of a call are interrupted: pages that are then removed are in no store."""
+    copies = Copies.of_evicted_pages()
+    mover, num_calls = copies.mover, 0
+
+    class Interrupted:
+        """The mover, whose first two writes are interrupted before they take a page."""
+
+        def write(self, waiting: deque[PageWrite]) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls <= 2:
+                raise KeyboardInterrupt
+            mover.write(waiting)
+
+    copies.out.begin(replace(copies.parts, mover=Interrupted()), copies.area)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        copies.out.take_evicted()
+    assert copies.counts.queued == 10
+
+    copies.out.removed(None)
+    mover.remove(Removal(None))
+    copies.out.take_lazy(0)
+
+    results: list[Result] = []
+    while len(results) < 11:  # ten writes, and the removal
+        assert mover.wait(5.0)
+        results += mover.take_results()
+    assert [store.counts().num_pages for store in copies.parts.stores] == [0, 0]
+    assert mover.close(5.0)
+
+
+LOCKED_CALLS: dict[str, Callable[[MoverThreads], object]] = {
+    "write": lambda mover: mover.write(deque()),
+    "remove": lambda mover: mover.remove(Removal(None)),
+    "read": lambda mover: mover.read(Probe("disk", 0.0)),
+    "take a result": lambda mover: mover.wait(0.0),
+    "close": lambda mover: mover.begin_close(),
+}
+
+
+@pytest.mark.parametrize("name", LOCKED_CALLS)
+def test_an_interrupt_leaves_no_lock_of_the_mover_held(name: str) -> None:
+    """Also one between the lock and the code under it: threads would wait for ever, and so would `close`."""
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "c_return" and frame.f_code in ENTERED:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    mover = MoverThreads([memory_tier("disk", 4, 64)])
+    sys.setprofile(interrupt)
+    with suppress(KeyboardInterrupt):
+        LOCKED_CALLS[name](mover)
+    sys.setprofile(None)
+    closing = threading.Thread(target=mover.close, args=(5.0,), daemon=True)
+    closing.start()
+    closing.join(5.0)
+
+    assert not closing.is_alive(), "the lock is held"

@@ -109,7 +109,9 @@ class CopiesOut:
             self.events.removed(self._parts.distant, hashes)
 
     def removed(self, hashes: Collection[bytes] | None) -> None:
-        """These pages go from every tier; None: all."""
+        """These pages go from every tier; None: all. Their copies are with the writer: it keeps the order."""
+        with self._handing_over():
+            pass  # what interrupts have left in `_ready`
         self._distant.forget(hashes)
         self.events.removed_everywhere(hashes)
 

@@ -202,11 +202,12 @@ class ResultQueue:
 
     def __init__(self) -> None:
         self._results: deque[Result] = deque()
-        self._has_results = threading.Condition()
+        self._lock = threading.Lock()
+        self._has_results = threading.Condition(self._lock)
 
     def put(self, results: Sequence[Result]) -> None:
         """Append results, and wake who waits."""
-        with self._has_results:
+        with self._lock:  # as in `MoverThreads`
             self._results.extend(results)
             self._has_results.notify_all()
 
@@ -217,7 +218,7 @@ class ResultQueue:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a result; returns whether there is one."""
-        with self._has_results:
+        with self._lock:
             return self._has_results.wait_for(lambda: bool(self._results), timeout_s)
 
 
@@ -290,7 +291,9 @@ class MoverThreads:
     def __init__(self, stores: Sequence[PageStore], results: ResultQueue | None = None) -> None:
         self._jobs = StoreJobs(stores)
         self._results = ResultQueue() if results is None else results
-        # One lock, and a condition for each kind of thread: a page to write wakes no reader.
+        # One lock, and a condition for each kind of thread: a page to write wakes no reader. The lock is
+        # entered, never a condition: `Condition.__enter__` is Python, and an interrupt in it would leave
+        # the lock held.
         self._lock = threading.Lock()
         self._to_write = threading.Condition(self._lock)
         self._to_read = threading.Condition(self._lock)
@@ -305,7 +308,6 @@ class MoverThreads:
 
     def write(self, waiting: deque[PageWrite]) -> None:
         """See `Mover.write`."""
-        # Not by the condition: its `__enter__` is Python, and an interrupt there would leave it locked.
         with self._lock:
             self._writes.move(waiting)
             self._to_write.notify()
@@ -320,7 +322,7 @@ class MoverThreads:
 
     def read(self, job: ReaderJob) -> None:
         """See `Mover.read`."""
-        with self._to_read:
+        with self._lock:
             if isinstance(job, PageLookUp):
                 self._reads.appendleft(job)
             else:
@@ -348,7 +350,7 @@ class MoverThreads:
 
     def begin_close(self) -> None:
         """Let the threads end; `close` waits for that."""
-        with self._to_write:
+        with self._lock:
             self._is_closing = True
             self._to_write.notify_all()
             self._to_read.notify_all()
@@ -356,7 +358,7 @@ class MoverThreads:
     def _run_reader(self) -> None:
         _lower_priority()
         while True:
-            with self._to_read:
+            with self._lock:
                 self._num_idle_readers += 1
                 while not self._reads and not self._is_closing:
                     self._to_read.wait()
@@ -370,7 +372,7 @@ class MoverThreads:
         _lower_priority()
         maintained_s = time.monotonic()
         while True:
-            with self._to_write:
+            with self._lock:
                 if not self._writes and not self._is_closing:
                     self._to_write.wait(MAINTAIN_S)
                 jobs = self._writes.take()
