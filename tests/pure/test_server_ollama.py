@@ -358,7 +358,11 @@ def test_a_raw_prompt_has_no_template_and_no_context() -> None:
     [
         (CHAT, body() | {"model": "gone"}, "model 'gone' not found; this server has tiny:latest"),
         (CHAT, {"messages": [QUESTION]}, "model is required"),
-        (CHAT, body(QUESTION | {"images": ["AAAA"]}), "messages[0].images: images are not served"),
+        (
+            CHAT,
+            body(QUESTION | {"images": ["AAAA"]}),
+            "messages[0].images[0]: image content is not served",
+        ),
         (CHAT, body(QUESTION | {"role": "poet"}), "messages[0].role: 'poet' is no role"),
         (CHAT, body(format="xml"), "format: 'xml' is no format"),
         (CHAT, body(think="deeply"), "think: 'deeply' is no level"),
@@ -369,7 +373,8 @@ def test_a_raw_prompt_has_no_template_and_no_context() -> None:
         (CHAT, body(_debug_render_only=True), "_debug_render_only: "),
         (GENERATE, question("Q z " * 1500), "prompt: This model's maximum context length is 2048"),
         (GENERATE, question("Q z " * 1500, raw=True), "prompt: This model's maximum"),
-        (GENERATE, question(images=["AAAA"]), "images: images are not served"),
+        (GENERATE, question(images=["AAAA"]), "images[0]: image content is not served"),
+        (GENERATE, question(images=["AAAA"], raw=True), "images[0]: image content is not served"),
         (GENERATE, question(suffix="x"), 'suffix: "tiny" does not support insert'),
         (GENERATE, question(template="{{ .Prompt }}"), "template: the model's own"),
         (GENERATE, question(raw=True, system="x"), "raw: raw mode does not support"),

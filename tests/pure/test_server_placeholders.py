@@ -1,5 +1,7 @@
 """Images and audio of the turn to be answered are refused; elsewhere, and files, become placeholders."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +34,12 @@ def messages_body(parts: list[dict[str, Any]], *later: Any) -> tuple[str, dict[s
     return "/v1/messages", {"model": "tiny", "max_tokens": 2, "messages": messages}
 
 
+def ollama_body(text: str, images: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """An image in an earlier turn, as Ollama's clients send it again in each."""
+    messages = [{"role": "user", "content": text, "images": [*images]}, *LATER]
+    return "/api/chat", {"model": "tiny", "messages": messages, "stream": False}
+
+
 # A body with a part that is no text, and one with its placeholder as text.
 SAME_PROMPTS = [
     (
@@ -48,6 +56,10 @@ SAME_PROMPTS += [
     (
         responses_body([{"type": "input_image", "image_url": URL}], *LATER),
         responses_body([{"type": "input_text", "text": IMAGE}], *LATER),
+    ),
+    (
+        ollama_body("Look!", [URL]),
+        ollama_body(f"Look!\n{IMAGE}"),
     ),
     (
         responses_body([{"type": "input_file", "file_data": "AAAA"}]),
@@ -141,7 +153,9 @@ def test_content_that_is_not_text_is_a_placeholder(body: Any, same_body: Any) ->
             answer = await bench.post(*body)
             assert answer.status == 200, answer.body
             assert "not served by this model" in answer.headers["x-ramify-warning"]
-            assert "content[" in answer.headers["x-ramify-warning"]
+            assert re.search(
+                r"(content|images)\[0\]|content\[1\]", answer.headers["x-ramify-warning"]
+            )
 
             same = await bench.post(*same_body)
             assert "x-ramify-warning" not in same.headers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ramify.server.answers.call_arguments import call_arguments
@@ -10,6 +10,8 @@ from ramify.server.conversation.conversation import Conversation, ToolDefinition
 from ramify.server.conversation.named_prefix import prefix_of, tools_with
 from ramify.server.conversation.parts import (
     CallPart,
+    Line,
+    MediaPart,
     Message,
     Part,
     ReasoningPart,
@@ -66,19 +68,18 @@ def read_chat(
     )
 
 
-def refuse_images(images: Sequence[object] | None, path: str) -> None:
-    """Raise ApiError 400 if there are images."""
-    if images:
-        raise ApiError(
-            400, "images are not served: only the model's text part is; send text", param=path
-        )
+def images_of(images: Sequence[object] | None, path: str = "") -> Iterator[MediaPart]:
+    """The images of a message or a request at a path, after its text."""
+    prefix = f"{path}." if path else ""
+    for index in range(len(images or ())):
+        yield MediaPart(f"{prefix}images[{index}]", "image")
 
 
 def _read_message(message: OllamaMessage, path: str) -> Message:
     """A message as its parts.
 
     Raises:
-        ApiError: 400, its role is unknown, or it has images.
+        ApiError: 400, its role is unknown.
     """
     role = message.role.lower()
     if role not in ROLES:
@@ -86,9 +87,10 @@ def _read_message(message: OllamaMessage, path: str) -> Message:
         raise ApiError(
             400, f"{role[:50]!r} is no role; the roles are {roles}", param=f"{path}.role"
         )
-    refuse_images(message.images, f"{path}.images")
     where, content = f"{path}.content", message.content
-    text = TextPart(where, (content,)) if content else TextPart("", ())
+    lines: tuple[Line, ...] = (content,) if content else ()
+    lines = (*lines, *images_of(message.images, path))
+    text = TextPart(where, lines) if lines else TextPart("", ())
     if role == "tool":
         name = message.tool_name or message.name
         return Message(path, role, (ResultPart((text,), message.tool_call_id, name),))

@@ -16,10 +16,11 @@ from ramify.server.conversation.to_generation import to_generation, within_conte
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.history.stored_requests import HistoryEntry, fingerprint
-from ramify.server.ollama.chat_request import refuse_images
+from ramify.server.ollama.chat_request import images_of
 from ramify.server.ollama.options import read_options
 from ramify.server.ollama.protocol import GenerateRequest
 from ramify.server.openai.completions import encode_text, read_token_ids
+from ramify.server.prompts.content_placeholders import media_refusal
 from ramify.server.prompts.renderer import PromptSegment, RenderedPrompt
 from ramify.server.service import RequestService
 
@@ -37,24 +38,30 @@ def generate_to_generation(
         ApiError, RequestError: it cannot be served.
     """
     options = read_options(request, service)
-    _refuse_fields(request, options.model)
+    _refuse_fields(request, options.model, service)
     if request.raw:
         return within_context(_plain_request(request, options, service), service)
     texts = (request.prompt or "", request.system or "")
     num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
     service.check_prompt_bytes(num_bytes, "prompt")
     earlier = (EARLIER_QUESTION, EARLIER_ANSWER) if request.context else ()
-    system = _message("system", request.system) if request.system else ()
-    messages = (*earlier, *system, *_message("user", request.prompt or "", "prompt"))
+    system = TextPart("system", (request.system,) if request.system else ())
+    question = TextPart("prompt", (request.prompt or "", *images_of(request.images)))
+    messages = (
+        *earlier,
+        *([Message("system", "system", (system,))] if system.lines else []),
+        Message("prompt", "user", (question,)),
+    )
     generation_request = to_generation(replace(options, messages=messages), service, tenant)
     if request.context:
         generation_request = _continued(generation_request, request.context, service)
     return within_context(_shared_whole(generation_request), service)
 
 
-def _refuse_fields(request: GenerateRequest, model: str) -> None:
+def _refuse_fields(request: GenerateRequest, model: str, service: RequestService) -> None:
     """Raise ApiError for fields that are not served, or exclude each other."""
-    refuse_images(request.images, "images")
+    if request.raw and request.images:
+        raise media_refusal("images[0]", "image", model=model, wrapper=service.wrapper)
     if request.suffix:
         raise ApiError(400, f'"{model}" does not support insert; leave it out', param="suffix")
     if request.raw and (request.template or request.system or request.context):
@@ -65,12 +72,6 @@ def _refuse_fields(request: GenerateRequest, model: str) -> None:
             "the model's own chat template is used; leave it out, or send a whole prompt with raw: true",
             param="template",
         )
-
-
-def _message(role: str, text: str, path: str = "") -> tuple[Message]:
-    """A message of one request field, as a tuple."""
-    path = path or role
-    return (Message(path, role, (TextPart(path, (text,)),)),)
 
 
 def _plain_request(

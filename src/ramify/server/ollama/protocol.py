@@ -75,7 +75,7 @@ class OllamaMessage(Struct):
     role: Name
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None  # refused
+    images: list[Any] | None = None
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: Name | None = None  # of the tool whose result this is
     tool_call_id: Name | None = None
@@ -119,7 +119,7 @@ class GenerateRequest(AnswerRequest, kw_only=True):
     system: str | None = None
     context: list[int] | None = None  # of an earlier answer
     raw: bool | None = None
-    images: list[Any] | None = None  # refused
+    images: list[Any] | None = None  # refused: they are of the turn to answer
     suffix: str | None = None  # refused
     template: str | None = None  # refused
 
