@@ -20,7 +20,7 @@ from ramify.server.batches.journal import ResultJournal
 from ramify.server.batches.lines import LineAnswer, LineForm, OpenAiLines
 from ramify.server.batches.plan import BatchPlan
 from ramify.server.batches.prefix_order import num_answers, prefix_key
-from ramify.server.batches.records import BatchRecord, Result, StoredFile
+from ramify.server.batches.records import BatchRecord, LineCounts, Result, StoredFile
 from ramify.server.batches.slots import LineSlots
 from ramify.server.batches.store import BatchStore
 from ramify.server.live_requests import LiveRequests
@@ -241,11 +241,19 @@ def test_a_batch_without_its_input_keeps_its_results(tmp_path: Path) -> None:
     """After a restart: it fails; a result that was cut off is removed, and the file counts no byte of it."""
     whole = FORM.answered("0", GOOD).data
 
-    ended = run_with(tmp_path, lambda _: GOOD, 0, output=whole + whole[:9], status="in_progress")
+    ended = run_with(
+        tmp_path,
+        lambda _: GOOD,
+        0,
+        output=whole + whole[:9],
+        status="in_progress",
+        counts=LineCounts(total=5),
+    )
 
     assert ended.status == "failed"
     assert ended.errors[0].code == "input_file_missing"
     assert (ended.has_output, ended.has_errors) == (True, False)
+    assert ended.counts == LineCounts(total=5, succeeded=1)
     [path] = tmp_path.glob(f"batches/*/{NAMES[0]}")
     assert path.read_bytes() == whole
 

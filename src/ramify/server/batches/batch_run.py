@@ -282,10 +282,13 @@ class BatchRun:
         """End a batch that can never go on; the results that it has stay."""
         batch, store = self.batch, self._store
         logger.error("batch %s has lost its input %s; it ends", batch.id, batch.input_id)
-        num_bytes = []
+        num_bytes, results = [], Counter[Result]()
         for name in (batch.output_id, batch.error_id):
             path = store.directory.file(batch.tenant, name)
-            size, num_removed = await asyncio.to_thread(cut_to_whole_lines, path)
+            size, num_removed, in_file = await asyncio.to_thread(
+                cut_to_whole_lines, path, self._form
+            )
+            results += in_file
             store.space.count(batch.tenant, -num_removed)
             num_bytes.append(size)
         error = LineError(
@@ -293,7 +296,9 @@ class BatchRun:
             f"The input file {batch.input_id} is not on the server's disk any more. Lines that were "
             "answered before have results; make a new batch of the others.",
         )
-        await self._reach("failed", errors=(error,), **await self._publish(num_bytes))
+        counts = LineCounts(batch.counts.total, **{str(name): num for name, num in results.items()})
+        fields = {"errors": (error,), "counts": counts}
+        await self._reach("failed", **fields, **await self._publish(num_bytes))
 
     async def _mark_unanswered(
         self, plan: BatchPlan, journal: ResultJournal, unanswered: Unanswered | None

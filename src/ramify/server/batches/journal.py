@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from ramify.reasons import reason_of
 from ramify.server.batches.directory import BatchDirectory, DiskSpace, is_full, write_all
 from ramify.server.batches.lines import LineForm, ResultLine, joined
 from ramify.server.batches.plan import BatchPlan
-from ramify.server.batches.records import BatchRecord, LineCounts
+from ramify.server.batches.records import BatchRecord, LineCounts, Result
 
 SYNC_S = 1.0  # results that a loss of power may take; a kill takes none
 
@@ -159,10 +160,10 @@ class ResultJournal:
                     os.close(handle)
 
 
-def cut_to_whole_lines(path: Path) -> tuple[int, int]:
+def cut_to_whole_lines(path: Path, form: LineForm) -> tuple[int, int, Counter[Result]]:
     """Remove a line that was cut off from a file of results; returns the bytes that stay, and its own.
 
-    A file that is not there has none.
+    The results that stay are counted, too. A file that is not there has none.
 
     Raises:
         OSError: the disk failed.
@@ -170,12 +171,17 @@ def cut_to_whole_lines(path: Path) -> tuple[int, int]:
     try:
         file = path.open("r+b")
     except FileNotFoundError:
-        return 0, 0
+        return 0, 0, Counter()
+    end, results = 0, Counter[Result]()
     with file:
-        end = sum(len(line) for line in file if line.endswith(b"\n"))
+        for line in file:
+            if line.endswith(b"\n"):
+                end += len(line)
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    results[form.result_of(line)[1]] += 1
         num_removed = file.seek(0, os.SEEK_END) - end
         file.truncate(end)
-    return end, num_removed
+    return end, num_removed, results
 
 
 def _forget_error(writing: asyncio.Future[None]) -> None:
