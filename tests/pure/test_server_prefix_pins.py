@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ramify.cache.pins import Pin
+from ramify.cluster.codecs import WirePin
 from ramify.engine.cache_admin.async_view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WarmPrompt, WarmupResult
 from ramify.server.http.request_body import convert_value
@@ -14,7 +16,7 @@ from ramify.server.openai.protocol import ChatRequest
 from ramify.server.tenants import Caller
 from tests.pure.async_bench import Gate
 from tests.pure.cluster_bench import until
-from tests.pure.prefix_requests import CHAT, PATH, QUESTION, SYSTEM, body, define, error_of
+from tests.pure.prefix_requests import CHAT, KEYS, PATH, QUESTION, SYSTEM, body, define, error_of
 from tests.pure.server_bench import Answer, ServerBench, run
 
 
@@ -84,6 +86,54 @@ def test_pins_of_the_same_tokens_with_a_salt_are_none_of_the_name() -> None:
             assert await cache.unpin_prefix(ids, owner="", salt="s") == 1
 
     run(main())
+
+
+def test_a_salted_pin_after_a_public_beginning_pins_nothing_of_the_name() -> None:
+    """Its key has the salt at the end of the public part, not in its namespace."""
+    bench = ServerBench()
+
+    async def main() -> None:
+        async with bench.running():
+            cache = bench.llm.cache
+            await define(bench, system=SYSTEM)
+            [named] = await cache.pins()
+            ids = named.key.tokens().tolist()
+            await cache.share([WarmPrompt(ids[:16])])
+            await cache.warm([WarmPrompt(ids, salt="s")])
+            await cache.pin(ids, owner="", salt="s")
+            await cache.unpin_prefix(ids, owner="")
+
+            listed = await bench.call("GET", f"{PATH}/desk")
+
+            assert listed.json["pinned_tokens"] == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_cluster", [False, True])
+def test_a_name_may_begin_with_a_public_prefix(is_cluster: bool) -> None:
+    """Its pages after the public ones are pinned for its tenant; the engines' keys have a salt between."""
+    bench = ServerBench(keys=KEYS)
+    pins = AsyncCacheView.pins
+
+    async def of_replica(view: AsyncCacheView, owner: str | None = None) -> list[Pin]:
+        return [WirePin.of(pin).pin() for pin in await pins(view, owner)]
+
+    async def main(patch: pytest.MonkeyPatch) -> Answer:
+        async with bench.running():
+            await define(bench, "key-ann", system=SYSTEM)
+            [named] = await bench.llm.cache.pins()
+            await bench.call("DELETE", f"{PATH}/desk", key="key-ann")
+            await bench.llm.cache.share([WarmPrompt(named.key.tokens()[:64].tolist())])
+            if is_cluster:
+                patch.setattr(AsyncCacheView, "pins", of_replica)
+            return await define(bench, "key-ann", system=SYSTEM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        answer = run(main(patch))
+
+    assert answer.status == 200, answer.body
+    assert answer.json["pinned_tokens"] == answer.json["tokens"] // 16 * 16
 
 
 def test_a_pin_is_found_after_a_part_of_it_has_become_public() -> None:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ramify import errors
+from ramify.cache.content_atoms import Salt
 from ramify.cache.key import CacheKey
 from ramify.cache.pins import Pin
 from ramify.cache.types import CacheStats
@@ -119,7 +120,7 @@ def decode_error(remote: RemoteError) -> RamifyError:
 
 
 class WirePin(Struct, frozen=True, array_like=True):
-    """A `Pin`; ids of media and salts within its prefix are 0."""
+    """A `Pin`; ids of media and salts within its prefix are 0. The last two: of a replica that sends them."""
 
     id: int
     owner: str
@@ -127,19 +128,31 @@ class WirePin(Struct, frozen=True, array_like=True):
     num_pages: int
     ttl_s: float | None
     expires_s: float
+    namespace: bytes = b""
+    salts: list[tuple[int, bytes]] = []
 
     @classmethod
     def of(cls, pin: Pin) -> WirePin:
         """The travelling form of a pin."""
         ids = array("i", [max(0, token) for token in pin.key.tokens()])
-        return cls(pin.id, pin.owner, ids.tobytes(), pin.num_pages, pin.ttl_s, pin.expires_s)
+        salts = [(at, atom.salt) for at, atom in pin.key.marks if atom.salt is not None]
+        return cls(
+            pin.id,
+            pin.owner,
+            ids.tobytes(),
+            pin.num_pages,
+            pin.ttl_s,
+            pin.expires_s,
+            pin.key.namespace,
+            salts,
+        )
 
     def pin(self) -> Pin:
-        """The pin, without its namespace."""
+        """The pin; what its key has in place of media and of the first token with a salt is not the same."""
         return Pin(
             self.id,
             self.owner,
-            CacheKey(self.token_ids),
+            CacheKey(self.token_ids, self.namespace, salts=[Salt(*salt) for salt in self.salts]),
             self.num_pages,
             self.ttl_s,
             self.expires_s,

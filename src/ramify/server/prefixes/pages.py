@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 
+from ramify.cache.key import CacheKey
 from ramify.engine.cache_admin.warmup import PUBLIC, WarmPrompt, WarmupResult
 from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.errors import ConfigError, PinError, RamifyError
@@ -106,16 +108,26 @@ async def pinned_tokens(
     """Tokens of each prefix that are pinned now, at the engine where most are."""
     owners = {PUBLIC if prefix.is_public else tenant for prefix in prefixes}
     pins = {owner: await service.engine.cache.pins(owner) for owner in owners}
-    keys = {
-        owner: [pin.key.tokens() for pin in own if not owner_of_namespace(pin.key.namespace)[1]]
-        for owner, own in pins.items()
-    }
 
     def longest(prefix: NamedPrefix) -> int:
-        own = keys[PUBLIC if prefix.is_public else tenant]
-        return max((len(key) for key in own if prefix.ids[: len(key)] == key), default=0)
+        keys = [pin.key for pin in pins[PUBLIC if prefix.is_public else tenant]]
+        return max((len(key) for key in keys if _is_start(key, prefix.ids)), default=0)
 
     return [longest(prefix) for prefix in prefixes]
+
+
+def _is_start(key: CacheKey, ids: array[int]) -> bool:
+    """Whether a key without a client's salt is of the first tokens of a prompt.
+
+    After a public prefix, the first token of a tenant's own part is a content atom in the key.
+    """
+    tokens, owner = key.tokens(), key.namespace
+    if len(tokens) > len(ids):
+        return False
+    for at, atom in key.marks:
+        if atom.salt is not None:
+            tokens[at], owner = ids[at], atom.salt
+    return not owner_of_namespace(owner)[1] and tokens == ids[: len(tokens)]
 
 
 def _whole_pages(prefix: NamedPrefix, service: RequestService) -> list[int]:
