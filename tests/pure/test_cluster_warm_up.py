@@ -209,6 +209,25 @@ def test_public_prefixes_and_warm_prompts_reach_replicas_that_join_later() -> No
     run(main())
 
 
+def test_pins_that_go_on_are_made_where_a_replica_joins_later() -> None:
+    """A call for another tenant's pins of the same tokens ends none, and forgets none."""
+    bench = ClusterBench(2)
+
+    async def main() -> None:
+        async with bench.running():
+            cache = bench.llm.cache
+            await cache.warm([WarmPrompt(SHARED, "ann", retention=((20, None),))])
+            assert await cache.unpin_prefix(SHARED, owner="ann") == 0
+            assert await cache.unpin_prefix(SHARED, owner="ann", tenant="bob") == 0
+            member = await start_again(bench, 1)
+            async with asyncio.timeout(10.0):
+                while not await member.llm.cache.pins("ann"):  # noqa: ASYNC110 - polls the engine
+                    await asyncio.sleep(0.01)
+            assert await cache.unpin_prefix(SHARED, owner="ann", tenant="ann") > 0
+
+    run(main())
+
+
 def test_other_weights_are_warmed_again() -> None:
     """What was public and hot with the old weights is computed with those that replace them."""
     bench = ClusterBench(2)

@@ -25,7 +25,7 @@ from ramify.cluster.wire import Welcome
 from ramify.config import ResolvedConfig
 from ramify.engine.cache_admin import calls
 from ramify.engine.cache_admin.async_view import AsyncCacheView
-from ramify.engine.cache_admin.warmup import WARM_PARAMS, WARM_PRIORITY, WarmPrompt
+from ramify.engine.cache_admin.warmup import PUBLIC, WARM_PARAMS, WARM_PRIORITY, WarmPrompt
 from ramify.engine.context import EngineStats
 from ramify.engine.description import EngineDescription
 from ramify.engine.logits.grammar import GrammarCompiler
@@ -323,7 +323,8 @@ class ClusterLLM:
 
     async def run(self, call: Any) -> Any:
         """Run a call of `cache_admin.calls` on every replica; see `AdminCalls.run`."""
-        if isinstance(call, calls.UnpinPrefix):  # whether or not a replica is there to run it
+        # Whether or not a replica is there to run it; pins of warm prompts are their tenant's.
+        if isinstance(call, calls.UnpinPrefix) and call.owner in (PUBLIC, call.tenant):
             self._warm_up.forget_pinned(call.owner, call.token_ids, call.salt)
         result = await self._admin_calls.run(call)
         if isinstance(call, calls.PinPublicPrefixes) and self._hashes is not None:
