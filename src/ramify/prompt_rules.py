@@ -192,8 +192,11 @@ RULES = {
 BILLING = RULES["billing-header"]
 
 
-def rules_named(names: Iterable[str]) -> tuple[PromptRule, ...]:
+def rules_named(names: Iterable[str], option: str = "--prompt-rules") -> tuple[PromptRule, ...]:
     """The rules of these names, in the order in which they are applied.
+
+    Args:
+        option: that names them, for the error.
 
     Raises:
         ConfigError: there is no such rule.
@@ -201,7 +204,7 @@ def rules_named(names: Iterable[str]) -> tuple[PromptRule, ...]:
     wanted = {name.strip() for name in names} - {""}
     if unknown := sorted(wanted - RULES.keys()):
         raise ConfigError(
-            f"--prompt-rules: there is no rule {unknown[0]!r}; the rules are {', '.join(RULES)}"
+            f"{option}: there is no rule {unknown[0]!r}; the rules are {', '.join(RULES)}"
         )
     return tuple(rule for name, rule in RULES.items() if name in wanted)
 

@@ -473,3 +473,15 @@ def test_pages_that_are_not_private_are_refused_behind_pending_ones_too(index: s
     with pytest.raises(PageOwnershipError):
         cache.publish(other, key("abcd"), [private[0], private[0]])
     cache.check()
+
+
+def test_a_lease_on_which_another_depends_is_not_released() -> None:
+    """The error says how many depend on it; it is right of one as well."""
+    cache = PrefixCache(8, 2)
+    lease = cache.announce(cache.acquire(key("abcdef")), key("abcdef"), cache.reserve(3))
+    follower = cache.attach(key("abcdefg"))
+
+    with pytest.raises(LeaseError, match="leases that depend on them: 1; withdraw it first"):
+        cache.release(lease)
+
+    assert cache.withdraw(lease) == [follower]

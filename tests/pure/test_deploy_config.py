@@ -114,6 +114,10 @@ def test_unknown_names_are_refused_by_name(document: object, names: tuple[str, .
         ({"ingress": {"port": 0}}, ("ingress.port is 0", "1..65535")),
         ({"ingress": {"count": 0}}, ("ingress.count is 0",)),
         ({"ingress": {"routing_stride": 0}}, ("ingress.routing_stride is 0", "1 or more")),
+        (
+            {"ingress": {"prompt_rules": ["date"]}},
+            ("ingress.prompt_rules: ", "'date'", "date-line"),
+        ),
         ({"ingress": {"port": "http"}}, ("`int`", "$.ingress.port")),
         ({"resources": {"threads": 0}}, ("resources.threads is 0", "1..1024")),
         ({"resources": {"cpus": -1}}, ("resources.cpus is -1", "0 or more")),

@@ -47,9 +47,7 @@ def move_value(kind: ValueKind, example: str = "") -> str:
 def rule_advice(rule: str) -> str:
     """The sentence that names a rule of the server, which mends the prompt without a change of the client."""
     target = RULES[rule].target.value
-    return (
-        f"Or let the server do it: `ramify serve --prompt-rules {rule}` moves the text to {target}."
-    )
+    return f"`ramify serve --prompt-rules {rule}` moves the text to {target}."
 
 
 CHANGES: dict[CauseName, str] = {
@@ -130,7 +128,9 @@ class FoundCause:
         if self.kind is None:
             return CHANGES[self.fix.cause]
         change = move_value(self.kind, self.example.got)
-        return f"{change} {rule_advice(self.rule)}" if self.rule else change
+        return (
+            f"{change} Or let the server do it: {rule_advice(self.rule)}" if self.rule else change
+        )
 
 
 def group_causes(verdicts: Iterable[Verdict]) -> list[FoundCause]:

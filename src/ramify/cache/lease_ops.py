@@ -184,8 +184,8 @@ class LeaseOps:
             num_leases = self._tree.ref_count[announced[0]]
             if num_leases > 1:
                 raise LeaseError(
-                    f"lease {lease.id} announced pages that it did not compute, and {num_leases - 1} others "
-                    "depend on them; withdraw it first"
+                    f"lease {lease.id} announced pages that it did not compute; leases that depend on them: "
+                    f"{num_leases - 1}; withdraw it first"
                 )
             self._store.drop_pending(self._registry.withdraw(announced[0], [lease]))
         if packed:

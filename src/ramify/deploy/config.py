@@ -168,7 +168,7 @@ class DeployConfig(Section, frozen=True, kw_only=True):
         if engine.ranks.tensor_parallel_size > 1:
             size = engine.ranks.tensor_parallel_size
             raise ConfigError(f"engine.tensor_parallel_size is {size}; {ONE_PROCESS}")
-        rules_named(self.ingress.prompt_rules)
+        rules_named(self.ingress.prompt_rules, "ingress.prompt_rules")
         return self
 
 

@@ -85,6 +85,7 @@ def test_a_rule_that_mends_the_prompt_is_recommended(
     assert code == 0, output
     assert (f"`ramify serve --prompt-rules {rule}`" in output) == bool(rule)
     assert ("--prompt-rules" in output) == bool(rule)
+    assert "Or let" not in output
 
     code, output = run("lint", log, "--json", target)
     assert code == 0, output

@@ -269,7 +269,7 @@ class StoreDirectory:
             for name in names[:_NAMED_FIELDS]
         ]
         if len(names) > _NAMED_FIELDS:
-            parts.append(f"{counted(len(names) - _NAMED_FIELDS, 'more field')} differ")
+            parts.append(f"and {counted(len(names) - _NAMED_FIELDS, 'more field')}")
         return "; ".join(parts)
 
     def supports_direct(self) -> bool:
