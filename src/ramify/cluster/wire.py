@@ -22,7 +22,7 @@ from ramify.engine.identity import EngineIdentity
 from ramify.errors import RamifyError
 from ramify.outputs import CacheReport, FinishReason, PrefixReport, RequestMetrics, TokenLogprob
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 METHOD = "/ramify.cluster.Replica/Link"
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 8 << 20  # of one connection; beyond, it is ended
