@@ -101,6 +101,18 @@ def test_attention_to_latents_is_that_of_the_reference(
     assert library.calls.made == ["BatchMLAPagedAttentionWrapper"]
 
 
+@pytest.mark.parametrize("is_old", [False, True], ids=["0.7.4", "0.2.10"])
+def test_a_plan_of_latents_reads_nothing_from_the_device(*, is_old: bool) -> None:
+    """0.7.4 asks for the least and the largest page: pages stay on the host, or the step before is waited for."""
+    spec, library = spec_of(**LATENT), RecordedFlashInfer(is_old=is_old)
+    backend = FlashInferBackend(spec, torch.device("meta"), library=library)
+
+    backend.plan(batch_of(spec, DECODES, [[*range(6)], [*range(20)], [*range(9)]]))
+
+    [(_, planned)] = library.calls.planned
+    assert planned["indices"].device == CPU
+
+
 def test_every_window_has_a_wrapper_of_its_own() -> None:
     """Layers of a window run on its wrapper, which is made once; a plan is of all of them."""
     spec, library = spec_of(windows=(None, 9, None, 9), **BF16), RecordedFlashInfer()

@@ -116,7 +116,9 @@ class FlashInferBackend:
         is_decode = batch.max_q_len == 1 and not self.spec.sinks and self.spec.kind == "mha"
         wrappers = stage.decode if is_decode else stage.prefill
         arrays = batch.paged_kv_arrays()
-        pages = self._pinned(arrays.paged_kv_indices).to(self.device, non_blocking=True)
+        pages = self._pinned(arrays.paged_kv_indices)
+        if self.spec.kind == "mha":  # the wrapper of latents reads them on the host
+            pages = pages.to(self.device, non_blocking=True)
         indptr, last_page_len = (
             self._pinned(array) for array in (arrays.paged_kv_indptr, arrays.paged_kv_last_page_len)
         )

@@ -44,11 +44,11 @@ class LatentWrapper:
         self._spec = spec
 
     def plan(self, rows: Tensor, indptr: Tensor, pages: Tensor, kv_lens: Tensor) -> None:
-        """Plan a step of B requests; all but `pages` are in host memory.
+        """Plan a step of B requests; all arrays are in host memory.
 
         Args:
             rows, indptr: [B + 1] int32, offsets of the query rows and of the pages of each request.
-            pages: int32 on the device, of all requests.
+            pages: int32, of all requests; 0.7.4 takes their least and largest, and would wait for a device.
             kv_lens: [B] int32.
         """
         spec = self._spec
