@@ -119,7 +119,7 @@ def test_latents_are_chosen_for_by_decodes(decode: float, prompt: float, chosen:
 def test_flashinfer_competes_for_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wrapper is timed as others are, and named with what was measured."""
     spec = spec_of(
-        kind="mla", num_heads=3, num_kv_heads=1, head_dim=576, value_dim=512, dtype=torch.bfloat16
+        kind="mla", num_heads=4, num_kv_heads=1, head_dim=576, value_dim=512, dtype=torch.bfloat16
     )
     library = RecordedFlashInfer()
     for name in ("NUM_CALLS", "NUM_ROUNDS"):

@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16": BF16 | {"dtype": torch.float16},
 }
 LATENT: dict[str, Any] = {
-    "kind": "mla", "dtype": torch.bfloat16, "num_heads": 3, "num_kv_heads": 1, "head_dim": 576,
+    "kind": "mla", "dtype": torch.bfloat16, "num_heads": 4, "num_kv_heads": 1, "head_dim": 576,
     "value_dim": 512, "scale": 0.07,
 }  # fmt: skip
 MIXED = [(0, 5), (37, 1), (130, 1), (63, 1), (60, 9)]
@@ -95,7 +95,7 @@ def test_attention_to_latents_is_that_of_the_reference(
 
     expected = run(EagerBackend(spec, CPU), step).double()
     assert out.dtype == spec.dtype and not out[-3:].any()
-    assert out.shape[1:] == (3, 512)
+    assert out.shape[1:] == (4, 512)
     error = (out[:-3].double() - expected).abs() / (1 + expected.abs())
     assert float(error.max()) < 2e-2
     assert library.calls.made == ["BatchMLAPagedAttentionWrapper"]
@@ -154,6 +154,8 @@ def test_a_plan_does_not_overwrite_that_of_the_step_before() -> None:
         ({"sparse": True}, "sparse"),
         ({"kind": "mla", "num_kv_heads": 1}, "kind=mla"),
         (LATENT | {"head_dim": 528}, "latents of 512 and ropes of 16"),
+        (LATENT | {"num_heads": 20}, "20 heads"),
+        (LATENT | {"num_heads": 256}, "256 heads"),
         (LATENT | {"kv_dtype": torch.int8}, "kv_dtype=torch.int8"),
         (LATENT | {"sparse": True}, "sparse"),
         (LATENT | {"soft_cap": 3.0}, "latents with soft_cap"),
