@@ -328,6 +328,46 @@ def test_the_table_has_the_pages_of_every_request(steps: list[dict[int, list[int
         assert (rows.table[rows.padding_row] == 31).all()
 
 
+def test_the_pages_of_the_step_before_are_not_compared_but_after_a_failure() -> None:
+    """The same array for the same requests is no change; for others, or after `forget`, all its pages are."""
+    rows = DecodeRows(2, 3, padding_page=31, device=CPU)
+    table = np.array([[4, 5], [6, -1]], np.int32)
+    first = rows.update((1, 2), table)
+    assert first.pages.tolist() == [4, 5, 6]
+
+    again, others = rows.update((1, 2), table), rows.update((2, 3), table)
+    rows.forget()
+    failed = rows.update((2, 3), table)
+
+    assert not len(again.entries) and again.rows.tolist() == first.rows.tolist()
+    assert others.pages.tolist() == [4, 5, 6]
+    assert failed.pages.tolist() == [4, 5, 6]
+
+
+class InterruptedId(int):
+    """The id of a request; the user presses Ctrl-C when it has been looked up, and gets a row."""
+
+    num_hashed = 0
+
+    def __hash__(self) -> int:
+        self.num_hashed += 1
+        if self.num_hashed > 1:
+            raise KeyboardInterrupt
+        return int(self)
+
+
+def test_an_interrupt_loses_no_row() -> None:
+    """However often rows are given out in vain, as many requests as before find theirs."""
+    rows, table = DecodeRows(2, 1, padding_page=31, device=CPU), np.array([[4], [5]], np.int32)
+
+    for number in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            rows.update((InterruptedId(number),), table[:1])
+        rows.forget()
+
+    assert sorted(rows.update((3, 4), table).rows.tolist()) == [0, 1]
+
+
 def test_buckets_are_few_and_close() -> None:
     """1, 2, 4, multiples of 8, and multiples of what the model's rows are padded to."""
     assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 64)] == [1, 2, 4, 4, 8, 8, 16, 24, 64]

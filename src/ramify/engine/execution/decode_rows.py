@@ -74,10 +74,12 @@ class DecodeRows:
         return RowChanges(rows, at * self.max_pages + columns, pages.astype(np.int64))
 
     def forget(self) -> None:
-        """Upload every entry again: a step failed, and nobody knows what the device has."""
+        """Give out all rows anew and upload every entry: a step failed, perhaps within `update`."""
         self._on_device.fill(-1)
         self._on_device[self.padding_row] = self._padding_page
-        self._block_table = None
+        self._request_ids, self._rows, self._block_table = (), NO_ENTRIES, None
+        self._row_of.clear()
+        self._free = list(range(self.num_rows - 1, -1, -1))
 
     def _allocate_rows(self, request_ids: Sequence[int]) -> NDArray[np.int64]:
         for request_id in request_ids:
