@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,5 +31,6 @@ def test_counts_are_those_of_the_whole_output(
     with_draft = counter.count(output).plus(draft)
 
     assert by_token(with_draft) == dict.fromkeys(prompt, 0) | Counter(output + draft)
+    assert with_draft.ids.dtype == with_draft.counts.dtype == np.int32  # as kernels take them
     for counts, expected in before:
         assert by_token(counts) == expected

@@ -21,10 +21,16 @@ class TokenCounts:
         """The counts with the tokens of a draft added."""
         if not draft:
             return self
-        counter = TokenCounter(self.ids.tolist())
-        counted = counter.count(draft)
-        counted.counts[: len(self.counts)] += self.counts
-        return counted
+        ids, counts = self.ids, self.counts.copy()
+        # A search for each token: look-ups would need all ids in a dictionary, for a few tokens.
+        for token in draft:
+            places = np.flatnonzero(ids == token)
+            if len(places):
+                counts[places[0]] += 1
+            else:
+                ids = np.append(ids, np.int32(token))
+                counts = np.append(counts, np.int32(1))
+        return TokenCounts(ids, counts)
 
 
 class TokenCounter:
