@@ -126,6 +126,17 @@ def test_pairs_are_sorted_into_blocks_of_an_expert(routing: str) -> None:
     assert set(experts_of_blocks[num_used:]) <= {-1}
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_pairs_are_sorted_alike_however_many_are_read_at_a_time(routing: str) -> None:
+    """All at once, or a few in each of several turns, as of more than a thousand pairs."""
+    weights = weights_of(routing)
+
+    whole, parts = (sort_pairs(weights, TOP_K, 4, scan_block=size) for size in (1024, 2))
+
+    assert listed(parts) == listed(whole)
+    assert torch.equal(parts.block_experts, whole.block_experts)
+
+
 def test_blocks_are_bounded_by_rows_and_experts() -> None:
     """As many as the worst distribution fills, and never more than a block for each pair."""
     assert max_blocks(1 * 8, 256, 64) == 8

@@ -18,7 +18,7 @@ from torch import Tensor
 from ramify.kernels.triton.launch import aligned, padded
 from ramify.kernels.triton.rounding import round_to
 
-SCAN_BLOCK = 1024  # pairs that a program reads at a time
+SCAN_BLOCK = 1024
 SUM_BLOCK = 1024
 
 
@@ -141,12 +141,15 @@ def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
     return (num_pairs + num_used * (block_rows - 1)) // block_rows
 
 
-def sort_pairs(weights: Tensor, top_k: int, block_rows: int) -> ExpertPairs:
+def sort_pairs(
+    weights: Tensor, top_k: int, block_rows: int, *, scan_block: int = SCAN_BLOCK
+) -> ExpertPairs:
     """Sort the pairs of all rows by expert, in the order of rows, into blocks of one expert each.
 
     Args:
         weights: [rows, experts] float32, not 0 for at most `top_k` of a row.
         block_rows: a power of two.
+        scan_block: pairs that a program reads at a time, a power of two.
     """
     num_rows, num_experts = weights.shape
     num_pairs = num_rows * top_k
@@ -172,11 +175,11 @@ def sort_pairs(weights: Tensor, top_k: int, block_rows: int) -> ExpertPairs:
         enable_fp_fusion=False,
     )  # fmt: skip
     count_pairs[(num_experts,)](
-        experts, counts, num_pairs, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=False
+        experts, counts, num_pairs, BLOCK=scan_block, num_warps=4, enable_fp_fusion=False
     )
     place_pairs[(num_experts + 1,)](
         experts, counts, sorted_pairs.pairs, sorted_pairs.block_experts, num_pairs, num_blocks,
-        NUM_EXPERTS=num_experts, BLOCK_E=block_e, BLOCK_ROWS=block_rows, BLOCK=SCAN_BLOCK,
+        NUM_EXPERTS=num_experts, BLOCK_E=block_e, BLOCK_ROWS=block_rows, BLOCK=scan_block,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return sorted_pairs
