@@ -130,7 +130,8 @@ class StructuredOutput:
             object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
         text = "".join(self.choice) if self.choice is not None else getattr(self, given[0])
         if given[0] != "json_object" and (not isinstance(text, str) or not text):
-            raise InvalidParamsError(given[0], getattr(self, given[0]), "a text, not empty")
+            allowed = "a list of texts, not empty" if given[0] == "choice" else "a text, not empty"
+            raise InvalidParamsError(given[0], getattr(self, given[0]), allowed)
         if isinstance(text, str):
             try:
                 num_bytes = len(text.encode())

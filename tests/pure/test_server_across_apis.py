@@ -1,6 +1,7 @@
 """What the APIs have in common: fields of another API, tools that no template shows, paths in errors."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ def send(path: str, fields: dict[str, Any], template: str | None = None) -> Answ
 def message_and_param(answer: Answer) -> tuple[str, str]:
     """Of an error; in Anthropic's form the message begins with the field."""
     error = answer.json["error"]
+    if isinstance(error, str):  # in Ollama's form too
+        error = {"message": error}
     param, _, message = (
         error["message"].partition(": ")
         if "param" not in error
@@ -296,8 +299,8 @@ def test_arguments_in_the_history_are_nested_within_the_limit(path: str, depth: 
 @pytest.mark.parametrize(
     ("field", "value", "param", "reason"),
     [
-        ("guided_grammar", "root ::= " + '"a" ' * 9000 + "(", "grammar", "Expected ')'"),
-        ("guided_regex", "(" * 200 + "a" * 9000, "regex", "unclosed group"),
+        ("guided_grammar", "root ::= " + '"a" ' * 9000 + "(", "guided_grammar", "Expected ')'"),
+        ("guided_regex", "(" * 200 + "a" * 9000, "guided_regex", "unclosed group"),
         (
             "response_format",
             {
@@ -323,3 +326,60 @@ def test_a_long_value_does_not_hide_the_reason(
     message, named = message_and_param(answer)
     assert (answer.status, named) == (400, param)
     assert reason in message
+
+
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}, "name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"tools": [TOOLS[CHAT]], "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"guided_regex": "a+"}, "guided_regex"),
+        (CHAT, {"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        (COMPLETIONS, {"guided_json": {"type": "object"}}, "guided_json"),
+        (RESPONSES, {"text": {"format": SCHEMA}}, "text.format"),
+        (RESPONSES, {"tools": [TOOLS[RESPONSES]], "tool_choice": "required"}, "tool_choice"),
+        (MESSAGES, {"tools": [TOOLS[MESSAGES]], "tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"output_config": {"format": SCHEMA}}, "output_config.format"),
+        (OLLAMA, {"format": "json"}, "format"),
+        ("/api/generate", {"format": "json", "raw": True}, "format"),
+    ],
+)
+def test_a_format_without_its_library_names_field_and_package(
+    path: str, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400: the field that the client sent, and what to install on the server."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    body = BODIES.get(path, {"model": "tiny", "prompt": "Hi", "stream": False})
+
+    answer = ask(path, body | fields, chat_template=TOOL_TEMPLATE)
+
+    message, named = message_and_param(answer)
+    assert (answer.status, named) == (400, param)
+    assert message.endswith(
+        "it cannot be enforced: llguidance is not installed: pip install 'ramify[structured]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"guided_regex": "[a-"}, 'guided_regex: "[a-" cannot be enforced: at '),
+        (COMPLETIONS, {"guided_regex": "[a-"}, 'guided_regex: "[a-" cannot be enforced: at '),
+        (CHAT, {"guided_choice": []}, "guided_choice: it must be a list of texts, not empty"),
+        (CHAT, {"regex": ""}, "regex: it must be a text, not empty"),
+    ],
+)
+def test_a_format_that_is_wrong_is_named_as_it_was_sent(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
+    """The error has the client's own field, not that of the engine."""
+    pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
+
+    answer = send(path, fields)
+
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith(message)
+    assert answer.json["error"]["param"] == next(iter(fields))

@@ -121,7 +121,7 @@ def test_a_schema_may_stand_in_three_places(fields: dict[str, Any]) -> None:
     request = ChatRequest(messages=[], response_format=response_format)
     plain = ChatRequest(messages=[], json_schema=SCHEMA)
 
-    assert answer_format(request, []) == answer_format(plain, [])
+    assert answer_format(request, [])[0] == answer_format(plain, [])[0]
 
 
 @pytest.mark.parametrize("fields", SPELLINGS.values(), ids=SPELLINGS.keys())

@@ -37,6 +37,7 @@ class GenerationRequest:
     is_chat: bool = False  # a later request may send the answer back as a message
     warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
     new_parser: Callable[[], OutputParser] = PlainTextParser  # for one answer
+    format_path: str = ""  # field that sets `params.structured`, which the engine compiles
     ends_after_call: bool = False  # an answer ends with its first call
     is_remembered: bool = True  # in the request history, when it has ended
 

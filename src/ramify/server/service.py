@@ -13,7 +13,7 @@ from functools import partial
 from ramify.config import MAX_QUEUED_POOLS
 from ramify.counts import counted
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import EngineStoppedError, NoReplicaError, ReplicaLostError
+from ramify.errors import EngineStoppedError, InvalidParamsError, NoReplicaError, ReplicaLostError
 from ramify.models.configs.pooling import PoolingConfig
 from ramify.models.configs.sampling_defaults import SamplingDefaults
 from ramify.outputs import Explanation, StepOutput
@@ -22,7 +22,7 @@ from ramify.server.activity import Activity
 from ramify.server.engine_client import EngineClient
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.grammars.constraint import AnswerConstraints
+from ramify.server.grammars.constraint import FORMAT_PARAMS, AnswerConstraints, refused_format
 from ramify.server.history.cache_miss import CacheMiss, explain_miss
 from ramify.server.history.expiring_store import ExpiringStore
 from ramify.server.history.named_values import NamedValues, TokenPrefix
@@ -266,6 +266,10 @@ class RequestService:
             self.activity.begun(caller.tenant, generation.cache, self.live.begin(live, generation))
             self.observe_live(caller.tenant)
             return generation
+        except InvalidParamsError as error:
+            if request.format_path and error.name in FORMAT_PARAMS:
+                raise refused_format(error, request.format_path) from error
+            raise
         finally:
             if generation is None:
                 self.live.withdraw(live)

@@ -156,7 +156,7 @@ class GrammarCompiler:
                     )
             except ImportError:
                 self._tokenizer_fault = (
-                    "None, because llguidance is not installed: pip install 'ramify[structured]'"
+                    "None: llguidance is not installed: pip install 'ramify[structured]'"
                 )
             # It panics at a vocabulary with tokens that are too long.
             except (ValueError, LibraryPanicError) as error:

@@ -57,6 +57,7 @@ def messages_to_generation(
             is_single=bool(choice.disable_parallel_tool_use),
         ),
         answer_format=_answer_format(request, warnings),
+        format_path=_format_path(request),
         sampling=SamplingParams(
             **service.sampling_defaults.filled(
                 temperature=request.temperature, top_k=request.top_k, top_p=request.top_p
@@ -76,6 +77,12 @@ def messages_to_generation(
         warnings=(*conversation.warnings, *warnings),
     )
     return within_context(to_generation(conversation, service, tenant), service)
+
+
+def _format_path(request: MessageRequest) -> str:
+    """The field that sets the format; output_config has the last word."""
+    is_nested = request.output_config is not None and request.output_config.format is not None
+    return "output_config.format" if is_nested else "output_format"
 
 
 def _answer_format(request: MessageRequest, warnings: list[str]) -> StructuredOutput | None:

@@ -131,6 +131,7 @@ class Conversation:
         allowed_tools: names of those that it may call; None: all.
         choice: which calls the answer may have.
         answer_format: what an answer without calls must match; None: it is free.
+        format_path: the request's field that sets `answer_format`.
         reasoning: whether and how much the model thinks.
         template_variables: further variables of the chat template.
         sampling: without the answer's constraint.
@@ -155,6 +156,7 @@ class Conversation:
     allowed_tools: frozenset[str] | None = None
     choice: CallChoice = field(default_factory=CallChoice)
     answer_format: StructuredOutput | None = None
+    format_path: str = ""
     reasoning: ReasoningOptions = field(default_factory=ReasoningOptions)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from ramify.errors import InvalidParamsError
 from ramify.server.conversation.conversation import Conversation, ToolDefinition
 from ramify.server.conversation.moved_text import apply_rules
 from ramify.server.conversation.named_prefix import with_prefix, with_span
 from ramify.server.conversation.parts import media_of, unanswered_media
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
-from ramify.server.grammars.constraint import OfferedTool
+from ramify.server.grammars.constraint import FORMAT_PARAMS, OfferedTool, refused_format
 from ramify.server.history.stored_requests import HistoryEntry, fingerprint
 from ramify.server.prompts.content_placeholders import media_refusal, placeholder_warnings
 from ramify.server.prompts.prompt_parts import tool_part
@@ -34,14 +35,20 @@ def to_generation(
     entry, warnings = rendered(conversation, service, tenant)
     choice, answer_format = conversation.choice, conversation.answer_format
     tools, turn_opening = conversation.callable_tools, entry.prompt.turn_opening
-    structured = service.constraints.of_answer(
-        [OfferedTool.of(tool.function, tool.path) for tool in tools],
-        choice,
-        prompt_end=turn_opening,
-        tenant=tenant,
-        answer_format=answer_format,
-        warnings=warnings,
-    )
+    try:
+        structured = service.constraints.of_answer(
+            [OfferedTool.of(tool.function, tool.path) for tool in tools],
+            choice,
+            prompt_end=turn_opening,
+            tenant=tenant,
+            answer_format=answer_format,
+            warnings=warnings,
+        )
+    except InvalidParamsError as error:
+        field = "tool_choice" if choice.is_forced else conversation.format_path
+        if field and error.name in FORMAT_PARAMS:
+            raise refused_format(error, field) from error
+        raise
     params = replace(conversation.sampling, structured=structured)
     if not tools and _shown_tools(conversation, service):
         params = service.constraints.without_calls(params, tenant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ RULE_CHARS = 300  # of the rules of a tool, its schema not included
 MAX_TOOLS_TRIED = 128
 TRY_S = 2.0
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+# Names of what no client sends: the formats of `StructuredOutput`.
+FORMAT_PARAMS = frozenset(("structured", *StructuredOutput.__slots__))
+_NO_FORMAT = re.compile("(None|possible to follow, but|well-formed, but|another one): ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +277,38 @@ def _write(
     return grammars.forced_calls(tools, begin, single=single, or_format=answer_format)
 
 
+def refused_format(error: InvalidParamsError, field: str) -> ApiError:
+    """The response to a format, or to forced calls, that cannot be compiled.
+
+    Args:
+        error: of a name in `FORMAT_PARAMS`.
+        field: of the request, which says what the answer must be.
+    """
+    reason = _NO_FORMAT.sub("", error.allowed)
+    if error.allowed.startswith("simpler: "):
+        reason = f"{error.allowed.removeprefix('simpler: ')}; simplify it"
+    value = json.dumps(error.value, ensure_ascii=False) if error.name == "regex" else "it"
+    return ApiError(400, f"{value} cannot be enforced: {reason}", param=field)
+
+
+def written_format(field: str, **kind: Any) -> StructuredOutput:
+    """A format of a request's field. Raises ApiError 400: it is empty, too long or malformed."""
+    try:
+        return StructuredOutput(**kind)
+    except InvalidParamsError as error:
+        value = f"{error.value} is not possible; " if isinstance(error.value, str) else ""
+        value = value if error.value else ""
+        raise ApiError(400, f"{value}it must be {error.allowed}", param=field) from error
+
+
 def schema_format(
     schema: Mapping[str, Any], where: str, warnings: list[str], *, strict: bool
 ) -> StructuredOutput:
     """The format of an answer that is JSON of a schema; what is not enforced is appended to `warnings`.
 
     Raises:
-        ApiError: 400, `strict` and it cannot be enforced, a `type` does not exist, or it is too large.
-        InvalidParamsError: see `StructuredOutput`.
+        ApiError: 400, `strict` and it cannot be enforced, a `type` does not exist, it is too large, or
+            see `written_format`.
     """
     schema_warnings = SchemaWarnings()
     try:
@@ -290,7 +318,7 @@ def schema_format(
     except SchemaTooLargeError:
         raise ApiError(400, "the schema is too large; simplify it", param=where) from None
     warnings += schema_warnings.messages
-    return StructuredOutput(json_schema=enforceable)
+    return written_format(where, json_schema=enforceable)
 
 
 def _free_arguments(tool: OfferedTool, reason: str, warnings: list[str]) -> dict[str, Any]:

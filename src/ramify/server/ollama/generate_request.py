@@ -100,6 +100,7 @@ def _request_of(prompt: RenderedPrompt, text: str, options: Conversation) -> Gen
         priority=options.priority,
         is_prewarm=options.is_prewarm,
         is_remembered=options.is_remembered,
+        format_path=options.format_path,
         warnings=options.warnings,
     )
 

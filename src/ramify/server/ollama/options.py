@@ -56,6 +56,7 @@ def read_options(request: AnswerRequest, service: RequestService) -> Conversatio
         messages=(),
         continues_answer=None,
         answer_format=answer_format(request.format, warnings),
+        format_path="format",
         reasoning=reasoning_options(request.think, model, service),
         sampling=sampling_params(request, options, service.sampling_defaults),
         cache=CacheOptions(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.params import StructuredOutput
 from ramify.server.errors import ApiError
-from ramify.server.grammars.constraint import schema_format
+from ramify.server.grammars.constraint import schema_format, written_format
 from ramify.server.http.request_body import convert_value, decode_json_text
 from ramify.server.openai.protocol import (
     JsonSchema,
@@ -26,8 +26,8 @@ SCHEMA_WORDS = frozenset("type properties $ref anyOf oneOf allOf enum const item
 
 def answer_format(
     request: Sampling, warnings: Warnings, format_path: str = FORMAT_PATH
-) -> StructuredOutput | None:
-    """The format that the answer must match; None if the request has none.
+) -> tuple[StructuredOutput | None, str]:
+    """The format that the answer must match, and its field; None and "" if the request has none.
 
     Args:
         warnings: what of a schema is not enforced is appended.
@@ -45,15 +45,15 @@ def answer_format(
             param=formats[-1][0],
         )
     if formats:
-        _, make = formats[0]
-        return make(warnings)
+        name, make = formats[0]
+        return make(warnings), name
     if request.structured_outputs is not None:
         raise ApiError(
             400,
             "it has none of the formats json, regex, choice, grammar and json_object",
             param="structured_outputs",
         )
-    return None
+    return None, ""
 
 
 def _formats(
@@ -100,14 +100,14 @@ def _formats(
     }
     for name, text in texts.items():
         if text is not None:
-            yield name, _text("regex" if name.endswith("regex") else "grammar", text)
+            yield name, _text("regex" if name.endswith("regex") else "grammar", text, name)
     for name, choice in (
         ("choice", request.choice),
         ("guided_choice", request.guided_choice),
         ("structured_outputs.choice", nested.choice),
     ):
         if choice is not None:
-            yield name, _text("choice", tuple(choice))
+            yield name, _text("choice", tuple(choice), name)
 
 
 def named_schema(
@@ -138,8 +138,8 @@ def _json_object(_: Warnings) -> StructuredOutput:
     return StructuredOutput(json_object=True)
 
 
-def _text(kind: str, value: Any) -> Callable[[Warnings], StructuredOutput]:
-    return lambda _: StructuredOutput(**{kind: value})
+def _text(kind: str, value: Any, name: str) -> Callable[[Warnings], StructuredOutput]:
+    return lambda _: written_format(name, **{kind: value})
 
 
 def _schema(value: object, where: str) -> Callable[[Warnings], StructuredOutput]:

@@ -94,7 +94,7 @@ def read_options(
     warnings, thinking = list[str](), request.thinking
     if isinstance(thinking, ThinkingOption) and thinking.type not in THINKING_TYPES:
         warnings.append(unknown_thinking(thinking.type))
-    format_ = answer_format(request, warnings, format_path)
+    format_, path = answer_format(request, warnings, format_path)
     reasoning = reasoning_options(request)
     return Conversation(
         model=service.check_model(request.model),
@@ -106,6 +106,7 @@ def read_options(
         allowed_tools=frozenset() if request.tool_choice == "none" else None,
         choice=call_choice(request.tool_choice, tools, request.parallel_tool_calls),
         answer_format=format_,
+        format_path=path,
         reasoning=reasoning,
         template_variables=_template_variables(request, service),
         sampling=sampling_params(

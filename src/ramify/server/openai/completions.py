@@ -57,11 +57,12 @@ def completion_to_generations(
     num_logprobs = num_top_logprobs(request)
     of_prompt = [request.prompt_logprobs, num_logprobs if request.echo else None]
     warnings: list[str] = []
+    structured, format_path = answer_format(request, warnings)
     params = sampling_params(
         request,
         service.tokenizer,
         service.sampling_defaults,
-        structured=answer_format(request, warnings),
+        structured=structured,
         max_tokens=output_limit("max_tokens", limit),
         logprobs=num_logprobs,
         prompt_logprobs=max((num for num in of_prompt if num is not None), default=None),
@@ -108,6 +109,7 @@ def completion_to_generations(
                 session=cache.session,
                 ends_session=cache.ends_session,
                 priority=request.priority or 0,
+                format_path=format_path,
                 is_prewarm=request.is_prewarm,
                 warnings=tuple(warnings),
             )
