@@ -21,8 +21,10 @@ from ramify.engine.tier_parts import STAGING_BYTES, StagingArea, TierCounts, Tie
 from ramify.kv.mover_jobs import PageWrite, Probe, Removal, Result, Written
 from ramify.kv.mover_lanes import MoverLanes
 from ramify.kv.offload import MoverThreads
+from ramify.params import SamplingParams
 from ramify.step_cost import CostModel
 from ramify.testing import FakeExecutor
+from tests.pure.engine_bench import Bench
 from tests.pure.test_planner_rollback import MixedBatch
 from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
 from tests.pure.tier_bench import memory_tier
@@ -348,3 +350,26 @@ def test_an_interrupt_leaves_no_lock_of_the_mover_held(name: str) -> None:
     closing.join(5.0)
 
     assert not closing.is_alive(), "the lock is held"
+
+
+# -- the outputs of a request ----------------------------------------------------------------
+
+
+def test_an_interrupted_emission_loses_no_token_and_no_end() -> None:
+    """Wherever a request's last step is interrupted, its tokens are emitted once, and so is its end."""
+    at = 1
+    while True:
+        bench = Bench()
+        request_id = bench.core.add_request([1, 2, 3], SamplingParams(max_tokens=2, stop=["never"]))
+        outputs, interrupt = list(bench.core.step()), Interrupt(at, ("call",))
+        interrupt.during(lambda bench=bench, outputs=outputs: outputs.extend(bench.core.step()))  # type: ignore[misc]
+        while bench.core.has_unfinished:
+            outputs += bench.core.step()
+
+        [end] = [output.output for output in outputs if output.output is not None]
+        tokens = [token for output in outputs for token in output.new_token_ids]
+        assert end.request_id == request_id and tuple(tokens) == end.completions[0].token_ids
+        assert "".join(output.text for output in outputs) == end.completions[0].text
+        if interrupt.left > 0:
+            break
+        at += 1

@@ -19,6 +19,7 @@ from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcess
 from ramify.engine.output_processor import (
     append_sampled_tokens,
     flush_held_text,
+    stable_len,
     take_stable_text,
 )
 from ramify.engine.prefix_namespaces import owner_of_namespace
@@ -235,35 +236,41 @@ class RequestLifecycle:
         parent = request if request.parent is None else request.parent
         output = None
         if parent.finish_reason is not None and parent.has_ended and not parent.has_output:
-            output = self.make_output(parent)
-        start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
-        request.end_emitted = request.finish_reason is not None
-        if parent.id in self.hit_verifier.running:
-            if output is not None:
-                self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
-            return
-        logprobs: tuple[TokenLogprob, ...] = ()
-        cache, prefix = None, None
-        if request.params.logprobs is not None:
-            logprobs = tuple(request.logprobs[start - request.num_generated :])
-        is_first = start == request.num_generated and request.first_token_s is not None
-        if is_first and request is parent:
-            cache = parent.cache_report(cache_on=self._context.planner.share)
-            prefix = self._prefix_report(parent) if parent.options.wants_report else None
-        token_ids, text = tuple(request.output_ids[start:]), take_stable_text(request)
-        self._outputs.append(
-            StepOutput(
-                parent.id,
-                token_ids,
-                output,
-                request.index,
-                text,
-                logprobs,
-                request.finish_reason,
-                cache,
-                prefix,
+            output = parent.output(cache_on=self._context.planner.share)
+        start, end = request.num_tokens_emitted, len(request.output_ids)
+        num_chars = stable_len(request)
+        if parent.id not in self.hit_verifier.running:
+            logprobs: tuple[TokenLogprob, ...] = ()
+            cache, prefix = None, None
+            if request.params.logprobs is not None:
+                logprobs = tuple(request.logprobs[start - request.num_generated :])
+            is_first = start == request.num_generated and request.first_token_s is not None
+            if is_first and request is parent:
+                cache = parent.cache_report(cache_on=self._context.planner.share)
+                prefix = self._prefix_report(parent) if parent.options.wants_report else None
+            self._outputs.append(
+                StepOutput(
+                    parent.id,
+                    tuple(request.output_ids[start:end]),
+                    output,
+                    request.index,
+                    request.text[request.num_chars_emitted : num_chars],
+                    logprobs,
+                    request.finish_reason,
+                    cache,
+                    prefix,
+                )
             )
-        )
+        elif output is not None:
+            self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
+        # No call from here on: an interrupt would have these tokens emitted again.
+        request.num_tokens_emitted, request.num_chars_emitted = end, num_chars
+        request.end_emitted = request.finish_reason is not None
+        if output is not None:
+            parent.has_output = True
+            del self.requests[parent.id]
+            for child in parent.children:
+                del self.requests[child.id]
 
     def _prefix_report(self, parent: Request) -> PrefixReport:
         """Pin the prefixes of `retention`, which are computed now, and report."""

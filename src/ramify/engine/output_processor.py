@@ -86,14 +86,18 @@ def flush_held_text(request: Request, reason: FinishReason) -> FinishReason:
     return reason
 
 
-def take_stable_text(request: Request) -> str:
-    """New text since the last call, up to where a stop string may begin; to the end if finished."""
-    end = len(request.text)
-    begin = request.num_chars_emitted
+def stable_len(request: Request) -> int:
+    """Characters of the text up to where a stop string may begin; all if it has finished."""
+    end, begin = len(request.text), request.num_chars_emitted
     if request.finish_reason is None and request.stop_strings is not None:
         end -= request.stop_strings.held_len(request.text, begin)
-    request.num_chars_emitted = max(begin, end)
-    return request.text[begin:end]
+    return max(begin, end)
+
+
+def take_stable_text(request: Request) -> str:
+    """New text since the last call, of `stable_len`."""
+    begin, request.num_chars_emitted = request.num_chars_emitted, stable_len(request)
+    return request.text[begin : request.num_chars_emitted]
 
 
 def _truncate_at_stop_string(
