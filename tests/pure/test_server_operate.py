@@ -178,8 +178,26 @@ def test_bad_input_is_the_clients_fault(shared: Live, method: str, path: str, bo
 
     assert answer.status_code in (400, 404, 409), answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    assert answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert message
+    assert not set(message) & set("[{`"), "a list or a type of Python"
     assert cached(shared) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("GET", "tree?max_nodes=0", "max_nodes: 0 is not possible; it must be between 1 and 2000"),
+        ("DELETE", "?everything=1", "everything: there is no such parameter; the parameters are "),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_what_is_possible(
+    shared: Live, method: str, path: str, message: str
+) -> None:
+    """In words, without Python's lists."""
+    answer = httpx.request(method, f"{shared.url}/v1/cache/{path}".replace("/?", "?"), timeout=60)
+
+    assert answer.json()["error"]["message"].startswith(message)
 
 
 def test_only_the_operator_may() -> None:

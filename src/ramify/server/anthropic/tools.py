@@ -127,8 +127,10 @@ class ToolSet:
             raise ApiError(400, f"{choice.type!r} needs tools{why}", param="tool_choice")
         if choice.type != "tool":
             return None
+        if choice.name is None:
+            raise ApiError(400, "it is missing", param="tool_choice.name")
         if choice.name not in self.names:
-            message = f"{choice.name!r} is not among {self.names}{why}"
+            message = f"{choice.name!r} is not among the tools given: {', '.join(self.names)}{why}"
             raise ApiError(400, message, param="tool_choice.name")
         return choice.name
 

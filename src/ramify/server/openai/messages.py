@@ -188,7 +188,7 @@ def call_choice(
         if name not in names:
             raise ApiError(
                 400,
-                f"the tool {name!r} is not among the tools given: {names}",
+                f"the tool {name!r} is not among the tools given: {', '.join(names) or 'none'}",
                 param="tool_choice",
             )
     is_forced = choice not in (None, "auto", "none")

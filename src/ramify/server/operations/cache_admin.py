@@ -126,7 +126,8 @@ async def tree(context: RequestContext) -> Response:
     if max_nodes is None:
         raise ApiError(400, f"{text[:50]!r} is no whole number", param="max_nodes")
     if not 1 <= max_nodes <= MAX_NODES:
-        raise ApiError(400, f"it must be in 1..{MAX_NODES}", param="max_nodes")
+        message = f"{max_nodes} is not possible; it must be between 1 and {MAX_NODES}"
+        raise ApiError(400, message, param="max_nodes")
     dump = await context.service.engine.cache.tree(max_nodes)
     return json_response(
         {"num_nodes": dump.num_nodes, "nodes": [asdict(node) for node in dump.nodes]}
@@ -142,7 +143,8 @@ async def clear(context: RequestContext) -> Response:
     query = context.request.query_params
     unknown = sorted(set(query) - set(known))
     if unknown:
-        raise ApiError(400, f"unknown parameters; known are {known}", param=unknown[0])
+        message = f"there is no such parameter; the parameters are {', '.join(known)}"
+        raise ApiError(400, message, param=unknown[0])
     older_than = query.get("older_than")
     try:
         older_than_s = None if older_than is None else float(older_than)

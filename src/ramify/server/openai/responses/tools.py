@@ -256,9 +256,10 @@ def _chosen_name(reference: ToolReference, tools: ServedTools) -> str:
     names = _allowed_names([reference], tools)
     if names:
         return names[0]
+    served = ", ".join(map(str, tools.forms)) or "none"
     raise ApiError(
         400,
-        f"{_described(reference)} is not among the tools that are served: {list(tools.forms)}",
+        f"{_described(reference)} is not among the tools that are served: {served}",
         param="tool_choice",
     )
 
