@@ -271,10 +271,12 @@ def test_a_refused_format_is_named_in_the_words_of_the_request() -> None:
         (CHAT, chat("go", guided_regex=r"cat\Z")),
     ]
 
-    for answer in ask(*bodies, template=TOOL_TEMPLATE)[0]:
+    answers = ask(*bodies, template=TOOL_TEMPLATE)[0]
+
+    for answer, field in zip(answers, ("structured_outputs.regex", "guided_regex"), strict=True):
         error = answer.json["error"]
         assert answer.status == 400
-        assert error["param"] == "regex"
+        assert error["param"] == field
         assert "cat" in error["message"]
         assert "start:" not in error["message"]
         assert "%llguidance" not in error["message"]

@@ -43,7 +43,8 @@ class LoadSnapshot:
         hit_rate = f"{saved_tokens / prompt_tokens:.0%}" if prompt_tokens else "-"
         return (
             f"in={prompt_tokens / interval_s:.0f} tok/s out={output_tokens / interval_s:.0f} tok/s "
-            f"computed={num_computed / interval_s:.0f} tok/s running={self.engine.num_running} waiting={self.engine.num_waiting} "
+            f"computed={num_computed / interval_s:.0f} tok/s "
+            f"running={self.engine.num_running} waiting={self.engine.num_waiting} "
             f"kv={used_share:.0%} hit={hit_rate} saved={saved_tokens:.0f} prefill tokens"
         )
 
