@@ -17,7 +17,7 @@ from ramify.foreign_names import ENGINE_NAMES, PARAM_NAMES, python_advice
 from ramify.params import SAMPLING_FIELDS
 from ramify.rank_options import RankSection
 from ramify.scheduler_options import OVERLAP, SchedulerSection
-from ramify.tier_options import TierSection
+from ramify.tier_options import TierSection, parse_size
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZE = ("off", "int8", "int4", "widen")
@@ -30,7 +30,6 @@ MAY_BE_NONE = (
     "max_waiting",
     "max_waiting_tokens",
     "kv_cache_tokens",
-    "kv_cache_memory",
     "max_model_len",
 )
 # 11 days; a lock cannot wait for longer than its platform's limit
@@ -111,9 +110,9 @@ class CacheSection:
         None,
         "Size of the K/V pool in tokens, rounded down to pages. `None`: as `kv_cache_memory` says.",
     )
-    kv_cache_memory: int | None = option(
+    kv_cache_memory: int | str | None = option(
         None,
-        "Size of the K/V pool in bytes. `None`: enough for `max_num_seqs` requests of "
+        "Size of the K/V pool, in bytes or as `8GB`. `None`: enough for `max_num_seqs` requests of "
         "`max_model_len`, at most 30 % of the free memory.",
     )
     kv_dtype: str = option(
@@ -137,6 +136,17 @@ class CacheSection:
         "Eviction policy: `auto` (learns from the traffic), `lru`, `lfu`, `slru`, "
         "`fifo`, `priority` (set by `llm.cache.core.set_priority`) or `cost`.",
     )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes."""
+        size = self.kv_cache_memory
+        return None if size is None else parse_size("kv_cache_memory", size)
+
+    def check_memory(self) -> None:
+        """Raise ConfigError for a `kv_cache_memory` that is no size above 0."""
+        if self.memory_bytes == 0:
+            raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r} but it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +257,6 @@ class EngineConfig:
             ("coalesce_steps", self.scheduler.coalesce_steps),
             ("fair_wait_steps", self.scheduler.fair_wait_steps),
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
-            ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
             ("max_draft_tokens", self.speculative.max_draft_tokens),
         ):
@@ -256,6 +265,7 @@ class EngineConfig:
             least = 0 if name in ("coalesce_steps", "fair_wait_steps") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} but it must be an integer >= {least}")
+        self.cache.check_memory()
         for name, flag in (
             ("prefix_cache", self.cache.prefix_cache),
             ("partial_pages", self.cache.partial_pages),
@@ -288,7 +298,7 @@ class EngineConfig:
             ("speculative_sampling", speculative.speculative_sampling, SPECULATIVE_SAMPLING),
         ):
             if choice not in choices:
-                raise ConfigError(f"{name}={choice!r} but it must be one of {choices}")
+                raise ConfigError(f"{name}={choice!r} but it must be one of {', '.join(choices)}")
         self.ranks.validate()
         self.scheduler.check_overlap(
             speculative=self.speculative.speculative, has_tiers=self.tiers.is_used
@@ -443,7 +453,7 @@ def resolve(
     page_size, max_seqs = requested.cache.page_size, requested.scheduler.max_num_seqs
     tokens = requested.cache.kv_cache_tokens
     if tokens is None:
-        memory = requested.cache.kv_cache_memory
+        memory = requested.cache.memory_bytes
         if memory is None:  # what all requests at their longest could use, if it fits
             most = max_seqs * -(-max_len // page_size) * page_size * token_bytes
             memory = min(int(free_memory * MEMORY_SHARE), most)

@@ -82,6 +82,18 @@ def test_a_file_sets_every_option(tmp_path: Path) -> None:
     assert EngineConfig.of(**engine).cache.page_size == 32
 
 
+@pytest.mark.parametrize("size", ['"8GB"', "8000000000", '"8000000000"'])
+def test_the_size_of_the_pool_is_a_size_like_others(tmp_path: Path, size: str) -> None:
+    """In a file and on the command line: a number of bytes, or with a unit."""
+    received, result = run_command(tmp_path, f"kv_cache_memory = {size}\ncache_disk = {size}")
+    by_flag, _ = run_command(tmp_path, "", "--kv-cache-memory", size.strip('"'))
+
+    assert result.exit_code == 0, result.output
+    for values in (received, by_flag):
+        cache = EngineConfig.of(kv_cache_memory=values["kv_cache_memory"]).cache
+        assert cache.memory_bytes == 8_000_000_000
+
+
 def test_a_flag_goes_before_the_file(tmp_path: Path) -> None:
     """Wherever `--config` stands; the command's own default goes last."""
     received, result = run_command(tmp_path, "page_size = 32\nexact = false", "--page-size", "8")

@@ -71,7 +71,6 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(name: str) -> N
         "max_num_seqs",
         "max_batch_tokens",
         "kv_cache_tokens",
-        "kv_cache_memory",
         "max_model_len",
     ],
 )
@@ -83,6 +82,15 @@ def test_counts_are_positive_integers(name: str, value: object) -> None:
 
     assert f"{name}={value!r}" in str(caught.value)
     assert ">= 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, "0", "0GB", -1, 1.5, True, float("nan"), [16], "", "8 pages"])
+def test_memory_is_a_size_above_0(value: object) -> None:
+    """The error names the option, the value and what is possible."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.of(kv_cache_memory=value)
+
+    assert f"kv_cache_memory={value!r} but it must be " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +141,9 @@ def test_memory_is_bytes_and_tokens_win() -> None:
     """kv_cache_memory is in bytes and is ignored if kv_cache_tokens is given."""
     assert resolved(kv_cache_memory=100 * 16 * 5 + 99).num_pages == 5
     assert resolved(kv_cache_memory=10**6, kv_cache_tokens=32).num_pages == 2
+    assert resolved(kv_cache_memory="16KB").num_pages == 10
+    assert resolved(kv_cache_memory="16KiB").num_pages == 10
+    assert resolved(kv_cache_memory="16000").num_pages == 10
 
 
 def test_by_default_the_pool_fits_the_machine_and_the_need() -> None:

@@ -90,6 +90,8 @@ def engine_options(
                 rich_help_panel=panels.get(section_name),
             )
             kind = types[field.name]
+            if kind == int | str | None:  # a size; typer takes no union
+                kind = str | None
             if field.name in CHOICES:
                 kind = _choice_type(field.name, CHOICES[field.name])
                 default = kind(default)

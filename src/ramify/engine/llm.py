@@ -71,7 +71,7 @@ class LLM:
         max_model_len: int | None = _MODEL.max_model_len,
         page_size: int = _CACHE.page_size,
         kv_cache_tokens: int | None = _CACHE.kv_cache_tokens,
-        kv_cache_memory: int | None = _CACHE.kv_cache_memory,
+        kv_cache_memory: int | str | None = _CACHE.kv_cache_memory,
         prefix_cache: bool = _CACHE.prefix_cache,
         max_num_seqs: int = _SCHEDULER.max_num_seqs,
         max_batch_tokens: int = _SCHEDULER.max_batch_tokens,
