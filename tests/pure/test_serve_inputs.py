@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from urllib.error import URLError
 
 import pytest
 
+from ramify.cli.load import announce_load
 from ramify.config import EngineConfig, resolve
-from ramify.errors import ConfigError, RamifyError
+from ramify.errors import CheckpointError, ConfigError, RamifyError
 from ramify.reasons import reason_of
 from ramify.server.http.listen_address import bind_address
 
@@ -33,6 +36,22 @@ def test_a_port_in_use_is_found_before_the_model_loads(used_port: int) -> None:
     """The model does not exist, which would be the error otherwise."""
     with pytest.raises(ConfigError, match=f"port {used_port} of {LOCAL} is in use.*--port"):
         serve(ServeOptions(model="/nowhere/model", port=used_port))
+
+
+def test_the_first_line_comes_before_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    """Importing it takes seconds; a name that only the hub may have is called so before the hub is asked."""
+    code = (
+        "import sys; from ramify.cli.load import announce_load; announce_load('ramify-tiny', {}); "
+        "assert 'torch' not in sys.modules and 'huggingface_hub' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    lines = capfd.readouterr().err.splitlines()
+
+    with pytest.raises(CheckpointError, match="hub model"):
+        announce_load("nobody/never-cached", {"offline": True})
+
+    assert lines == ["loading ramify-tiny: PyTorch and its kernels first"]
+    assert capfd.readouterr().err.startswith("nobody/never-cached is not here: looking among")
 
 
 def test_a_bound_port_does_not_answer_and_can_listen() -> None:

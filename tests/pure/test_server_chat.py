@@ -100,6 +100,15 @@ def server() -> Iterator[Live]:
         yield live_server
 
 
+def test_an_unknown_command_is_called_so() -> None:
+    """It is sent to nobody, and the line has the commands that exist."""
+    backend = Scripted(["a"])
+    _, notes = talk(backend, "/what is it", "one")
+
+    assert "unknown command /what; /exit ends, /clear" in notes
+    assert len(backend.conversations) == 1
+
+
 def test_over_a_pipe_with_a_server(server: Live) -> None:
     """`ramify chat` over a pipe: the second turn hits the first, and the end of input ends it."""
     lines = "Who lives in Rome, and who lives in Paris?\nAnd in Pisa?\n"

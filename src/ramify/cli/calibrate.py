@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ramify.cli.load import announce_load
 from ramify.cli.log_commands import progress_bar, write_json
 from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
 from ramify.counts import counted
@@ -25,6 +26,7 @@ def calibrate(
 ) -> None:
     """Measure prefill and decode steps of a model on this machine."""
     with exit_on_error():
+        announce_load(model, engine)
         from ramify.analysis.simulation.replays.calibration import calibrate as measure
 
         with progress_bar() as progress:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, TextIO
 
 import typer
 
+from ramify.cli.load import announce_load
 from ramify.cli.options import DEFAULT_MODEL, PANELS, engine_options, exit_on_error
 from ramify.errors import ConfigError, RamifyError
 from ramify.params import SamplingParams
@@ -225,7 +226,7 @@ class Chat:
                 self.messages = list(self._initial)
                 self._note("cleared")
             elif line.strip().startswith("/"):
-                self._note(HELP)
+                self._note(f"unknown command {line.split()[0]}; {HELP}")
             elif line.strip():
                 self._turn(line.strip())
 
@@ -301,6 +302,7 @@ def chat(
             backend: Backend = RemoteBackend(url, key=api_key, model=model, options=options)
         else:
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+            announce_load(model or DEFAULT_MODEL, engine)
             backend = LocalBackend(model or DEFAULT_MODEL, params, engine)
     with closing(backend):
         Chat(backend, lines=read_line, out=sys.stdout, notes=sys.stderr, system=system).run()

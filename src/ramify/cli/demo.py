@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ramify.cli.load import announce_load
 from ramify.cli.options import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -266,6 +267,7 @@ def demo(
     """
     with exit_on_error():
         quiz = builtin_quiz(model) if document is None else load_quiz(document, num_questions)
+        announce_load(model, engine)
         with _progress(3 * len(quiz.questions)) as advance:
             result = run_demo(model, quiz, engine, advance)
     if as_json:

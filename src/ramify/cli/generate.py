@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ramify.cli.load import announce_load
 from ramify.cli.options import (
     DEFAULT_MODEL,
     PANELS,
@@ -64,6 +65,7 @@ def generate(
         texts = [*(prompt or ()), *(_read(path) for path in prompt_file or ())]
         if not texts:
             raise ConfigError("no prompt given; use --prompt TEXT or --prompt-file FILE")
+        announce_load(model, engine)
         from ramify.engine.llm import LLM
         from ramify.params import SamplingParams
 

@@ -17,6 +17,7 @@ from ramify.cli.kv_event_options import (
     Topic,
     kv_event_options,
 )
+from ramify.cli.load import announce_load
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
 from ramify.cli.serve import CacheOption, LogFile, LogFormat, OperationsOption
 
@@ -60,6 +61,7 @@ def replica(
     Ctrl-C drains live requests; a second Ctrl-C stops at once.
     """
     with exit_on_error():
+        announce_load(model, engine)
         from ramify.cluster.credentials import Credentials
         from ramify.cluster.run_replica import ReplicaOptions, StdoutStages, run_replica
 

@@ -33,6 +33,7 @@ from ramify.cli.kv_event_options import (
     Topic,
     kv_event_options,
 )
+from ramify.cli.load import announce_load
 from ramify.cli.options import DEFAULT_MODEL, PANELS, Model, engine_options, exit_on_error
 from ramify.errors import ConfigError
 
@@ -222,6 +223,9 @@ def serve(
         raise typer.BadParameter(
             f"{more_names[0]!r} follows the model; more names need --served-model-name before them"
         )
+    with exit_on_error():
+        if replicas is None:
+            announce_load(model, engine)
     from ramify.server.run import ServeOptions, serve
 
     options = ServeOptions(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ramify.cli.load import announce_load
 from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
 
 
@@ -60,6 +61,7 @@ def verify(
         _compare_with_full(model, engine, text, tokens, as_json=as_json)
         return
     with exit_on_error():
+        announce_load(model, engine)
         from ramify.engine.exactness_check import ExactnessCheck, random_prompts, read_prompt_lines
         from ramify.engine.llm import LLM
 
@@ -97,6 +99,7 @@ def _compare_with_full(
 ) -> None:
     """Measure and print a `WeightLoss`."""
     with exit_on_error():
+        announce_load(model, engine)
         from ramify.config import EngineConfig
         from ramify.engine.execution.weight_loss import measure_loss
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ramify.cli.load import announce_load
 from ramify.cli.options import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -43,6 +44,7 @@ def warm(
                 "nothing would be left of what is computed; give --cache-dir DIR (without "
                 "--cache-dir-readonly) or --cache-store URL"
             )
+        announce_load(model, engine)
         from ramify.engine.cache_admin.warmup import WarmupResult, read_prompts
         from ramify.engine.llm import LLM
 

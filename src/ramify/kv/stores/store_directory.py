@@ -28,6 +28,7 @@ from ramify.kv.stores.file_ops import (
     BLOCK_BYTES,
     O_DIRECT,
     FileOps,
+    OsFileOps,
     read_exactly,
     write_fully,
 )
@@ -343,12 +344,33 @@ def delete_unpacked(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def check_unlocked(root: Path) -> None:
+    """Refuse a cache directory that another process writes, before a model loads; it need not exist.
+
+    Raises:
+        ConfigError: see `lock_directory`.
+    """
+    if (root / LOCK_FILE).is_file():
+        ops = OsFileOps()
+        ops.close(_locked(ops, root))
+
+
 def lock_directory(ops: FileOps, root: Path) -> int:
     """Lock a directory for writing; returns the descriptor that holds the lock.
 
     Raises:
         ConfigError: another process holds it, or the file system has no locks.
     """
+    fd = _locked(ops, root)
+    # The lock holds without its text: on a full disk pages are still read.
+    with suppress(OSError):
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        ops.truncate(fd, 0)
+        write_fully(ops, fd, [f"process {os.getpid()}, started {started}\n".encode()], 0)
+    return fd
+
+
+def _locked(ops: FileOps, root: Path) -> int:
     path = root / LOCK_FILE
     try:
         fd = ops.open(path, os.O_RDWR | os.O_CREAT)
@@ -372,11 +394,6 @@ def lock_directory(ops: FileOps, root: Path) -> int:
     except ConfigError:
         ops.close(fd)
         raise
-    # The lock holds without its text: on a full disk pages are still read.
-    with suppress(OSError):
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        ops.truncate(fd, 0)
-        write_fully(ops, fd, [f"process {os.getpid()}, started {started}\n".encode()], 0)
     return fd
 
 

