@@ -80,6 +80,26 @@ def test_the_findings_of_the_page_are_printed(walked: tuple[Path, str]) -> None:
         assert line in printed
 
 
+def test_the_page_shows_the_summary_as_it_is_printed(walked: tuple[Path, str]) -> None:
+    """Word for word from the headline to the last line; lines may be cut elsewhere."""
+    _, printed = walked
+    summary = next(
+        block for block in re.findall(r"^```\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    )
+
+    assert " ".join(summary.split()) in " ".join(printed.split())
+
+
+def test_an_evicted_entry_claims_no_saving(walked: tuple[Path, str]) -> None:
+    """No replay has a larger cache, so there is no range of zeros, and no price without prices."""
+    folder, _ = walked
+
+    done = run("ramify analyze agents.jsonl.gz --provider vllm --capacity 5k", folder)
+
+    assert "0 tokens lost; no replay shows what mending saves" in done.stdout
+    assert "$" not in done.stdout
+
+
 def test_mending_brings_what_the_replay_predicts(walked: tuple[Path, str]) -> None:
     """The reported hit rate rises by the predicted saving, to two points."""
     folder, _ = walked

@@ -60,6 +60,15 @@ def observed_words(finding: Finding) -> str:
     return f"{counted(finding.num_requests, 'request')}: {CAUSES[finding.cause].what}"
 
 
+def saving_words(finding: Finding) -> str:
+    """`mending saves 1,234 (1,000 to 1,400, $1.23)`, or that no replay shows a saving."""
+    saving = finding.saving
+    if not (saving.tokens or saving.low or saving.high or saving.money):
+        return "no replay shows what mending saves"
+    alone = "" if saving.tokens else " alone"  # it may hide behind another finding
+    return f"mending saves {count(saving.tokens)}{alone} {range_words(saving)}"
+
+
 def range_words(saving: Saving) -> str:
     """`(1,000 to 1,400, $1.23)`: the range of the tokens, and the money where prices are known."""
     dollars = "" if saving.money is None else f", {money(saving.money)}"

@@ -7,11 +7,10 @@ import re
 from ramify.analysis.report.document import Analysis
 from ramify.analysis.report.wording.headline import headline
 from ramify.analysis.report.wording.numbers import (
-    count,
     lost_words,
     observed_words,
     percent,
-    range_words,
+    saving_words,
 )
 from ramify.analysis.report.writers.terminal import printable
 from ramify.analysis.verdicts import Finding
@@ -47,11 +46,8 @@ def analysis_as_markdown(analysis: Analysis) -> str:
 
 def finding_as_markdown(finding: Finding, number: int) -> str:
     """A finding with its quotes."""
-    saving = finding.saving
     place = f" in {_code(finding.segment)}" if finding.segment else ""
-    facts = (
-        f"{lost_words(finding)}; mending saves {count(saving.tokens)} tokens {range_words(saving)}."
-    )
+    facts = f"{lost_words(finding)}; {saving_words(finding)}."
     lines = [
         f"### {number + 1}. `{finding.cause}`{place} ({finding.certainty})",
         "",

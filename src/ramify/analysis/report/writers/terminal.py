@@ -16,6 +16,7 @@ from ramify.analysis.report.wording.numbers import (
     observed_words,
     percent,
     range_words,
+    saving_words,
 )
 from ramify.analysis.report.wording.quotes import Piece, mark_quotes
 from ramify.analysis.verdicts import Finding
@@ -72,12 +73,7 @@ def _bar(rate: HitRate, num_requests: int) -> Text:
 def _print_finding(console: Console, finding: Finding, number: int) -> None:
     place = f" in {finding.segment}" if finding.segment else ""
     console.print(Text(f"{number}. {finding.cause}{place} ({finding.certainty})", style="bold"))
-    saving = finding.saving
-    alone = "" if saving.tokens else " alone"  # it may hide behind another finding
-    console.print(
-        f"   {lost_words(finding)}; mending saves {count(saving.tokens)}{alone} "
-        f"{range_words(saving)}"
-    )
+    console.print(f"   {lost_words(finding)}; {saving_words(finding)}")
     example = finding.example
     if example.had or example.got:
         before, after = mark_quotes(example.had, example.got, finding.segment)
