@@ -128,7 +128,7 @@ def test_a_namespace_tells_its_parts() -> None:
 def test_pins_explanations_and_prompts_that_cannot_be() -> None:
     """Pins and explanations take token ids; a text without a tokenizer is refused."""
     llm = served()
-    with pytest.raises(PinError, match="compute"):
+    with pytest.raises(PinError, match="run a request that begins with it"):
         llm.cache.pin(STEM)
     llm.generate([[*STEM, 9]], ONE, tenant="a")
 

@@ -143,7 +143,7 @@ def test_wrong_files_are_refused_at_start(tmp_path: Path) -> None:
         ({"key": str(text)}, "text are no certificate in PEM and its key"),
         ({"certificate": str(text)}, "text and .*key are no certificate"),
         ({"authority": str(text)}, "text is no certificate in PEM"),
-        ({"authority": str(tmp_path / "none")}, "No such file.*none"),
+        ({"authority": str(tmp_path / "none")}, "none: No such file"),
     ):
         with pytest.raises(ConfigError, match=words):
             msgspec.structs.replace(files, **changes).credentials()
