@@ -55,8 +55,8 @@ class SchedulerSection:
     )
     max_waiting: int | None = _option(
         None,
-        "Most sequences that may wait (`n` counts each); the next request is refused, unless its tenant has less "
-        "than an equal share of the queue. `None`: no limit.",
+        "Most sequences that may wait (`n` counts each). When that many wait, a request is refused, unless its "
+        "tenant has less than an equal share of the queue. `None`: no limit.",
     )
     # more would wait for minutes
     max_waiting_tokens: int | None = _option(

@@ -199,7 +199,7 @@ def test_the_summary_says_what_the_file_sets(tmp_path: Path) -> None:
     assert read(tmp_path, temperature=0.6, top_k=20).summary() == (
         f"temperature 0.6, top_k 20 ({tmp_path / 'generation_config.json'})"
     )
-    assert SamplingDefaults().summary() == "temperature 1 (no generation_config.json is read)"
+    assert SamplingDefaults().summary() == "temperature 1 (without a generation_config.json)"
 
 
 def test_sampling_params_of_python_stay_as_they_are() -> None:

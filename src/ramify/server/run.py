@@ -407,7 +407,7 @@ def startup_banner(
         "memory": f"{resident_memory() / 2**20:,.0f} MiB resident; K/V adds to it as it is written",
         "requests": concurrency(config),
         "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",
-        "sampling": f"{service.sampling_defaults.summary()} where a request does not say",
+        "sampling": f"{service.sampling_defaults.summary()}, unless a request sets its own",
         **replica_rows(llm.replicas),
         "keys": "none" if keys is None else "needed",
         "URL": url,

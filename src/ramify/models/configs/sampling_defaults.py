@@ -66,7 +66,7 @@ class SamplingDefaults:
     def summary(self) -> str:
         """The parameters that the file sets, and the file: `temperature 0.6, top_k 20 (PATH)`."""
         if self.file is None:
-            return f"temperature {self.temperature:g} (no {GENERATION_CONFIG} is read)"
+            return f"temperature {self.temperature:g} (without a {GENERATION_CONFIG})"
         values = ", ".join(f"{name} {getattr(self, name)}" for name in self.named)
         return f"{values or f'temperature {self.temperature:g}'} ({self.file})"
 
