@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ramify.config import EngineConfig
 from ramify.engine.execution.assembly import LocalEngine
+from ramify.engine.execution.loss_text import DEFAULT_TEXT
 from ramify.engine.execution.weight_loss import (
     CONTEXT,
-    DEFAULT_TEXT,
     LossSum,
     WeightLoss,
     read_text,

@@ -111,9 +111,14 @@ def test_an_interrupt_waits_for_the_call_to_end() -> None:
         signal.raise_signal(signal.SIGINT)
         interrupted.set()
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        processes.run(call)
+    # A run in the background of a shell ignores it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            processes.run(call)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
     assert calls == ["ended"]
     assert processes.run(lambda: 5) == 5

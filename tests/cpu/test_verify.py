@@ -80,7 +80,7 @@ def test_prompts_of_a_file_are_its_lines(checkpoint: Path, tmp_path: Path) -> No
     path.write_text("one\n\ntwo and more\n")
 
     assert [len(prompt) > 0 for prompt in read_prompt_lines(llm, path)] == [True, True]
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_prompt_lines(llm, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="the limit is"):
         ExactnessCheck(llm, [tuple([1] * llm.config.max_model_len)])

@@ -61,7 +61,6 @@ def replica(
     Ctrl-C drains live requests; a second Ctrl-C stops at once.
     """
     with exit_on_error():
-        announce_load(model, engine)
         from ramify.cluster.credentials import Credentials
         from ramify.cluster.run_replica import ReplicaOptions, StdoutStages, run_replica
 
@@ -83,5 +82,6 @@ def replica(
                 kv_events, kv_events_replay, kv_events_topic, kv_events_form, kv_events_tiers
             ),
         )
+        announce_load(model, engine)
         code = run_replica(options, StdoutStages())
     raise typer.Exit(code)

@@ -223,9 +223,6 @@ def serve(
         raise typer.BadParameter(
             f"{more_names[0]!r} follows the model; more names need --served-model-name before them"
         )
-    with exit_on_error():
-        if replicas is None:
-            announce_load(model, engine)
     from ramify.server.run import ServeOptions, serve
 
     options = ServeOptions(
@@ -272,6 +269,7 @@ def serve(
         options = replace(options, kv_events=events, otlp=otlp_options(otlp_endpoint))
         if replicas is None:
             cluster.require_replicas()
+            announce_load(model, engine)
             code = serve(options)
         else:
             code = serve(*_cluster(options, replicas, cluster))

@@ -99,8 +99,11 @@ def _compare_with_full(
 ) -> None:
     """Measure and print a `WeightLoss`."""
     with exit_on_error():
-        announce_load(model, engine)
         from ramify.config import EngineConfig
+        from ramify.engine.execution.loss_text import read_source
+
+        read_source(text)
+        announce_load(model, engine)
         from ramify.engine.execution.weight_loss import measure_loss
 
         requested = EngineConfig.of(model=model, **engine)

@@ -9,7 +9,6 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +21,7 @@ from ramify.attention.exactness import cache_folder
 from ramify.config import EngineConfig
 from ramify.counts import counted
 from ramify.engine.execution.assembly import LocalEngine
+from ramify.engine.execution.loss_text import DEFAULT_TEXT, read_source
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import StepPlan
 from ramify.errors import ConfigError
@@ -32,8 +32,6 @@ from ramify.reasons import reason_of
 
 logger = logging.getLogger(__name__)
 
-# Darwin, On the Origin of Species, first edition, 1859, chapter III: in the public domain.
-DEFAULT_TEXT = "origin_of_species_chapter_3.txt"
 CONTEXT = 1024  # tokens that are read together; each but the first is predicted
 CHUNK_ROWS = 256  # rows of logits at a time
 STORE = "weight_loss.json"
@@ -126,7 +124,7 @@ def measure_loss(
         ModelError: see `LocalEngine`.
     """
     # A name that is wrong is refused before a model is loaded.
-    _source_text(text)
+    read_source(text)
     engine = LocalEngine(requested, progress=progress)
     token_ids = read_text(engine, text)[:num_tokens]
     context = min(CONTEXT, engine.config.max_model_len)
@@ -179,20 +177,12 @@ def read_text(engine: LocalEngine, path: Path | None) -> list[int]:
             f"{engine.path} has no tokenizer to read a text with; put its tokenizer.json there, or take a GGUF "
             "file that has one"
         )
-    token_ids = engine.tokenizer.encode(_source_text(path))
+    token_ids = engine.tokenizer.encode(read_source(path))
     if len(token_ids) < 2:
-        raise ConfigError(f"{path} has {counted(len(token_ids), 'token')}; at least 2 are needed")
-    return list(token_ids)
-
-
-def _source_text(path: Path | None) -> str:
-    source = files("ramify") / "data" / DEFAULT_TEXT if path is None else path
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the text {source} cannot be read: {reason_of(error, path)}; name a file in UTF-8"
-        ) from None
+            f"{path or DEFAULT_TEXT} has {counted(len(token_ids), 'token')}; at least 2 are needed"
+        )
+    return list(token_ids)
 
 
 @torch.inference_mode()
