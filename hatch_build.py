@@ -97,8 +97,8 @@ class CompiledWheel(BuildHookInterface[Any]):
         # Two builds have the same bytes: no paths of this one (also of mypyc's own sources in C, which
         # name themselves in assertions), no order of sets.
         mypyc = importlib.util.find_spec("mypyc")
-        places = [source, *(Path(mypyc.origin).parents[1:2] if mypyc and mypyc.origin else ())]
-        maps = " ".join(f"-ffile-prefix-map={place}=." for place in places)
+        folders = [source, *(Path(mypyc.origin).parents[1:2] if mypyc and mypyc.origin else ())]
+        maps = " ".join(f"-ffile-prefix-map={folder}=." for folder in folders)
         flags = f"{os.environ.get('CFLAGS', '')} -g0 {maps}"
         settings = {"MYPYC_OPT_LEVEL": "3", "MYPYC_DEBUG_LEVEL": "0", "PYTHONHASHSEED": "0"}
         output = _run(["mypyc", *MYPY, *files], source, **settings, CFLAGS=flags)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from python_calls import count_calls
 from step_overhead import timed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -183,7 +183,7 @@ def measure(llm: LLM, num_running: int, steps: int) -> Figures:
         {part: statistics.median(parts[part]) for part in PARTS},
         statistics.median(torch_times),
         num_torch_calls / PROFILED_STEPS,
-        num_python_calls(llm, PROFILED_STEPS) / PROFILED_STEPS / num_running,
+        count_calls(llm.step, PROFILED_STEPS) / PROFILED_STEPS / num_running,
     )
 
 
@@ -204,23 +204,6 @@ def step_by_part(llm: LLM) -> dict[str, float]:
     for restore in undo:
         restore()
     return spent
-
-
-def num_python_calls(llm: LLM, steps: int) -> int:
-    """Calls of Python functions in some steps."""
-    count = 0
-
-    def observe(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(observe)
-    try:
-        for _ in range(steps):
-            llm.step()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """What decoding costs the host, counted in calls of Python functions, which depends on no machine."""
 
-import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from python_calls import count_calls
 
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from tests.pure.engine_bench import Bench
@@ -47,18 +47,7 @@ def num_calls(num_running: int, device: InstantDevice, **params: Any) -> int:
         bench.add([1 + at, 2, 3 + at, 4], max_tokens=200, ignore_eos=True, **params)
     for _ in range(PAGE_SIZE):
         bench.core.step()
-    count = 0
-
-    def observe(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(observe)
-    try:
-        for _ in range(PAGE_SIZE):
-            bench.core.step()
-    finally:
-        sys.setprofile(None)
+    count = count_calls(bench.core.step, PAGE_SIZE)
     assert bench.core.num_steps >= 2 * PAGE_SIZE - 1
     return count
 

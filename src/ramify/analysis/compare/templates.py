@@ -18,7 +18,7 @@ from ramify.analysis.compare import changing_values
 from ramify.analysis.compare.changing_values import MAX_CONTEXT, SlotVerdict, judge_slot
 from ramify.analysis.compare.context_blocks import BlockOrder
 from ramify.analysis.compare.normal_forms import normalise
-from ramify.analysis.compare.rule_places import rule_at, rule_places
+from ramify.analysis.compare.rule_spans import find_rule_spans, rule_at
 from ramify.analysis.compare.text_diff import Hunk, find_hunks
 from ramify.analysis.corpus import Corpus
 from ramify.analysis.records import SegmentKind, TextForm
@@ -252,10 +252,10 @@ class Templates:
         stored, unit = self._corpus.units[template.unit], self._as_sent.get(template.unit)
         if not _is_system(stored.kind, stored.label) or unit is None:
             return
-        places = rule_places(self._corpus.text(unit), self._corpus.text(template.unit))
+        spans = find_rule_spans(self._corpus.text(unit), self._corpus.text(template.unit))
         for slot in template.slots:
             if slot.verdict is not None and slot.verdict.kind is not None:
-                rule = rule_at(places, slot.start, slot.end)
+                rule = rule_at(spans, slot.start, slot.end)
                 slot.verdict = replace(slot.verdict, rule=rule)
 
 

@@ -24,9 +24,9 @@ class TokenCounts:
         ids, counts = self.ids, self.counts.copy()
         # A search for each token: look-ups would need all ids in a dictionary, for a few tokens.
         for token in draft:
-            places = np.flatnonzero(ids == token)
-            if len(places):
-                counts[places[0]] += 1
+            matches = np.flatnonzero(ids == token)
+            if len(matches):
+                counts[matches[0]] += 1
             else:
                 ids = np.append(ids, np.int32(token))
                 counts = np.append(counts, np.int32(1))
@@ -41,19 +41,19 @@ class TokenCounter:
     """
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
-        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt_ids))}
-        self._ids = array("i", self._places)
+        self._index_of = {token: index for index, token in enumerate(dict.fromkeys(prompt_ids))}
+        self._ids = array("i", self._index_of)
         self._counts = array("i", [0]) * len(self._ids)
         self._num_output = 0  # output tokens counted so far
 
     def count(self, output_ids: Sequence[int]) -> TokenCounts:
         """The counts with an output that begins with the tokens counted so far."""
-        places, ids, counts = self._places, self._ids, self._counts
+        index_of, ids, counts = self._index_of, self._ids, self._counts
         for token in output_ids[self._num_output :]:
-            place = places.setdefault(token, len(ids))
-            if place == len(ids):
+            index = index_of.setdefault(token, len(ids))
+            if index == len(ids):
                 ids.append(token)
                 counts.append(0)
-            counts[place] += 1
+            counts[index] += 1
             self._num_output += 1
         return TokenCounts(np.array(ids), np.array(counts))

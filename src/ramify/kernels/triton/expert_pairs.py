@@ -37,10 +37,10 @@ def list_pairs(
     expert = tl.arange(0, BLOCK_E)
     weight = tl.load(weights + row * stride + expert, mask=expert < NUM_EXPERTS, other=0.0)
     is_routed = weight != 0.0  # NaN is
-    place = tl.cumsum(is_routed.to(tl.int32), 0) - 1
-    is_listed = is_routed & (place < TOP_K)
-    tl.store(experts + row * TOP_K + place, expert, mask=is_listed)
-    tl.store(pair_weights + row * TOP_K + place, weight, mask=is_listed)
+    column = tl.cumsum(is_routed.to(tl.int32), 0) - 1
+    is_listed = is_routed & (column < TOP_K)
+    tl.store(experts + row * TOP_K + column, expert, mask=is_listed)
+    tl.store(pair_weights + row * TOP_K + column, weight, mask=is_listed)
     rest = tl.arange(0, BLOCK_K)
     is_unused = (rest >= tl.sum(is_routed.to(tl.int32), 0)) & (rest < TOP_K)
     tl.store(experts + row * TOP_K + rest, tl.full([BLOCK_K], -1, tl.int32), mask=is_unused)
@@ -84,14 +84,14 @@ def place_pairs(
     for begin in range(first, end, BLOCK):
         block = begin + tl.arange(0, BLOCK)
         tl.store(block_experts + block, tl.zeros([BLOCK], tl.int32) + owner, mask=block < end)
-    place = first * BLOCK_ROWS
+    offset = first * BLOCK_ROWS
     for begin in range(0, num_scanned, BLOCK):
         pair = begin + tl.arange(0, BLOCK)
         is_own = tl.load(experts + pair, mask=pair < num_scanned, other=-1) == expert
         rank = tl.cumsum(is_own.to(tl.int32), 0)
-        tl.store(pairs + place + rank - 1, pair, mask=is_own)
-        place += tl.sum(is_own.to(tl.int32), 0)
-    rest = place + tl.arange(0, BLOCK_ROWS)
+        tl.store(pairs + offset + rank - 1, pair, mask=is_own)
+        offset += tl.sum(is_own.to(tl.int32), 0)
+    rest = offset + tl.arange(0, BLOCK_ROWS)
     rest_end = tl.where(is_last, 0, end * BLOCK_ROWS)
     tl.store(pairs + rest, tl.zeros([BLOCK_ROWS], tl.int32) + num_pairs, mask=rest < rest_end)
 

@@ -132,14 +132,14 @@ class SampleBatch:
 def _stacked(
     masks: Sequence[NDArray[np.uint8] | None], vocab_size: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The masks of all rows as words, not empty, and the place of each row's mask; -1 for none."""
+    """The masks of all rows as words, not empty, and which of them is each row's; -1 for none."""
     masked = [(at, mask) for at, mask in enumerate(masks) if mask is not None]
     packed = np.zeros((max(1, len(masked)), -(-vocab_size // 32) * 4), np.uint8)
-    places = np.full(len(masks), -1)
-    for place, (at, mask) in enumerate(masked):
-        packed[place, : len(mask)] = mask
-        places[at] = place
-    return packed.view(np.int32), places
+    mask_of_row = np.full(len(masks), -1)
+    for number, (at, mask) in enumerate(masked):
+        packed[number, : len(mask)] = mask
+        mask_of_row[at] = number
+    return packed.view(np.int32), mask_of_row
 
 
 def _joined(

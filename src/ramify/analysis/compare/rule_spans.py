@@ -7,27 +7,27 @@ from collections.abc import Sequence
 from ramify.analysis.compare.normal_forms import normalise_spaces
 from ramify.prompt_rules import MAX_TEXT_CHARS, RULES
 
-RulePlace = tuple[int, int, str]  # start, end, name of the rule
+RuleSpan = tuple[int, int, str]  # start, end, name of the rule
 
 
-def rule_places(text: str, normal: str) -> list[RulePlace]:
-    """What rules take out of a system prompt, as places of its normal form.
+def find_rule_spans(text: str, normal: str) -> list[RuleSpan]:
+    """Find what rules take out of a system prompt, as spans of its normal form.
 
     Args:
         text: as it was sent: some rules look at the blanks before a line.
     """
-    places: list[RulePlace] = []
+    spans: list[RuleSpan] = []
     if len(text) > MAX_TEXT_CHARS:
-        return places
+        return spans
     for rule in RULES.values():
         for start, end in rule.find(text):
             piece = normalise_spaces(text[start:end])
             at = normal.find(piece) if piece else -1
             if at >= 0:
-                places.append((at, at + len(piece), rule.name))
-    return places
+                spans.append((at, at + len(piece), rule.name))
+    return spans
 
 
-def rule_at(places: Sequence[RulePlace], start: int, end: int) -> str:
+def rule_at(spans: Sequence[RuleSpan], start: int, end: int) -> str:
     """The first rule whose text a value is part of; "" if there is none."""
-    return next((name for first, stop, name in places if first <= start and end <= stop), "")
+    return next((name for first, stop, name in spans if first <= start and end <= stop), "")
